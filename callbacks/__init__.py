@@ -1,0 +1,1 @@
+"""What is observed: Lightning callbacks that measure and report."""

@@ -1,0 +1,1 @@
+"""How an update runs: Lightning strategies, topologies, consensus and engines."""
