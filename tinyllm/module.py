@@ -1,0 +1,193 @@
+"""TinyLLM: the LightningModule that pre-trains a Llama."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from tinyllm.config import PRESETS, LlamaConfig
+from tinyllm.metrics import TokenLoss, UpdateMetrics
+from tinyllm.model import Llama, is_matrix, split_rows
+from tinyllm.schedule import Schedule, WarmupCosine
+
+
+@dataclass(frozen=True)
+class AdamWConfig:
+    """Hyperparameters of AdamW (Loshchilov & Hutter, 2019).
+
+    Args:
+        lr: Peak learning rate; the schedule scales it.
+        betas: Decay rates of the first and second moment.
+        eps: Added to the denominator.
+        weight_decay: Decoupled decay of matrices; norm scales are never decayed.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0 or not self.eps > 0 or not self.weight_decay >= 0:
+            raise ValueError(
+                f"lr {self.lr} and weight_decay {self.weight_decay} must be at least 0 "
+                f"and eps {self.eps} above 0"
+            )
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas are {self.betas}; they must be two numbers from 0 up to 1")
+
+
+class TinyLLM(LightningModule):
+    """A Llama with its optimizer and schedule, trained on token rows ``[B, T+1]``.
+
+    Args:
+        preset: A named size: 20m, 50m or 90m.
+        config: The architecture in full, in place of a preset.
+        optimizer: AdamW's hyperparameters.
+        schedule: How the learning rate moves over the planned updates.
+
+    Raises:
+        ValueError: If the preset is unknown, or both or none of preset and config are given.
+    """
+
+    def __init__(
+        self,
+        preset: str | None = None,
+        config: LlamaConfig | None = None,
+        optimizer: AdamWConfig = AdamWConfig(),  # noqa: B008  (frozen)
+        schedule: Schedule = WarmupCosine(),  # noqa: B008  (frozen)
+    ) -> None:
+        super().__init__()
+        self.config = _resolve(preset, config)
+        self.optimizer_config = AdamWConfig(**optimizer) if _is_dict(optimizer) else optimizer
+        self.schedule = _build_schedule(schedule) if _is_dict(schedule) else schedule
+        self.model = Llama(self.config)
+        self.validation_loss = TokenLoss()
+        self.test_loss = TokenLoss()
+        # plain values only, so that checkpoints load with weights_only=True
+        self.save_hyperparameters(
+            {
+                "preset": None,
+                "config": self.config.to_dict(),
+                "optimizer": asdict(self.optimizer_config),
+                "schedule": self.schedule.to_dict(),
+            }
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits ``[B, T, V]`` of ids ``[B, T]``."""
+        logits: Tensor = self.model(tokens[None])[0]
+        return logits
+
+    def token_losses(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Summed loss and number of targets of rows ``[B, T+1]``, each ``[1]``."""
+        inputs, targets = split_rows(rows[None])
+        nll, scored = self.model(inputs, targets)
+        return nll, scored
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Mean loss over the batch's targets; strategies of this library do not call it."""
+        nll, scored = self.token_losses(batch)
+        loss = (nll / scored.clamp_min(1)).squeeze()
+        self.log("train/loss", loss.detach(), prog_bar=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """At log points, reads what the strategy left on the device, once."""
+        metrics: UpdateMetrics | None = getattr(self.trainer.strategy, "update_metrics", None)
+        if metrics is None or not self.trainer._logger_connector.should_update_logs:
+            return
+        values = metrics.read()
+        mean = {name: sum(v) / len(v) for name, v in values.items()}
+        self.log("train/loss", mean["loss"], prog_bar=True)
+        self.log("train/grad_norm", mean["grad_norm"])
+        self.log("train/lr", metrics.learning_rate, prog_bar=True)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Adds a batch to the split's exact loss."""
+        self.validation_loss.update(*self.token_losses(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs Σ loss / Σ targets over the split, and its exponential."""
+        self._log_split("validation", self.validation_loss)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Adds a batch to the split's exact loss."""
+        self.test_loss.update(*self.token_losses(batch))
+
+    def on_test_epoch_end(self) -> None:
+        """Logs Σ loss / Σ targets over the split, and its exponential."""
+        self._log_split("test", self.test_loss)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Loss of every target of rows ``[B, T+1]`` in nats, ``[B, T]``, 0 where none is scored."""
+        inputs, targets = split_rows(batch)
+        return torch.nn.functional.cross_entropy(
+            self(inputs).transpose(1, 2), targets, reduction="none"
+        )
+
+    def _log_split(self, split: str, metric: TokenLoss) -> None:
+        loss = metric.compute()
+        metric.reset()
+        self.log(f"{split}/loss", loss, prog_bar=True)
+        self.log(f"{split}/perplexity", loss.exp())
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW over two groups, decayed matrices and norm scales, with the schedule per update."""
+        chosen = self.optimizer_config
+        parameters = list(self.model.parameters())
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in parameters if is_matrix(p)]},
+                {"params": [p for p in parameters if not is_matrix(p)], "weight_decay": 0.0},
+            ],
+            lr=chosen.lr,
+            betas=chosen.betas,
+            eps=chosen.eps,
+            weight_decay=chosen.weight_decay,
+            fused=True,
+        )
+        total = self._planned_updates()
+        scheduler = LambdaLR(optimizer, lambda update: self.schedule.factor(update, total))
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def _planned_updates(self) -> int:
+        planned = self.trainer.estimated_stepping_batches
+        if planned == float("inf") or planned < 1:
+            raise ValueError(
+                f"{planned} updates are planned, and the schedule needs to know how many: "
+                "set trainer.max_steps or trainer.max_epochs"
+            )
+        return int(planned)
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _resolve(preset: str | None, config: LlamaConfig | None) -> LlamaConfig:
+    if (preset is None) == (config is None):
+        raise ValueError(
+            f"preset is {preset!r} and config is {config!r}; give exactly one of them "
+            f"(presets: {', '.join(PRESETS)})"
+        )
+    if preset is not None:
+        if preset not in PRESETS:
+            raise ValueError(f"preset {preset!r} is unknown; choose from {', '.join(PRESETS)}")
+        return PRESETS[preset]
+    return LlamaConfig(**config) if isinstance(config, Mapping) else config  # type: ignore[return-value]
+
+
+def _build_schedule(description: Mapping[str, Any]) -> Schedule:
+    """Rebuilds a schedule from what :meth:`Schedule.to_dict` gave."""
+    name = description["class_path"].rsplit(".", 1)[-1]
+    known = {cls.__name__: cls for cls in Schedule.__subclasses__()}
+    return known[name](**description["init_args"])

@@ -1,0 +1,75 @@
+"""Learning-rate schedules: the factor on the peak learning rate at each update."""
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from math import ceil, cos, pi
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Schedule(ABC):
+    """A schedule with a linear warm-up.
+
+    Args:
+        warmup_fraction: Share of all updates spent warming up, 0 to 1.
+        final_fraction: Factor on the peak learning rate at the last update, 0 to 1.
+    """
+
+    warmup_fraction: float = 0.05
+    final_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value}; it must be from 0 to 1")
+
+    def factor(self, update: int, total_updates: int) -> float:
+        """Factor on the peak learning rate.
+
+        Args:
+            update: 0-based update; past the last one the last factor holds.
+            total_updates: Planned updates, at least 1.
+
+        Returns:
+            ``(update + 1) / warm-up updates`` while warming up, then the schedule's own curve.
+        """
+        warmup = ceil(self.warmup_fraction * total_updates)
+        if update < warmup:
+            return (update + 1) / warmup
+        progress = (update + 1 - warmup) / max(1, total_updates - warmup)
+        return self.after_warmup(min(progress, 1.0))
+
+    @abstractmethod
+    def after_warmup(self, progress: float) -> float:
+        """Factor at ``progress`` in (0, 1] of the updates after warm-up; 1 is the last one."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Class path and arguments, as configuration files name them."""
+        return {"class_path": f"tinyllm.schedule.{type(self).__name__}", "init_args": asdict(self)}
+
+
+@dataclass(frozen=True)
+class WarmupCosine(Schedule):
+    """Linear warm-up, then half a cosine from the peak to ``final_fraction`` of it."""
+
+    def after_warmup(self, progress: float) -> float:
+        """See :class:`Schedule`."""
+        return self.final_fraction + (1 - self.final_fraction) * (1 + cos(pi * progress)) / 2
+
+
+@dataclass(frozen=True)
+class WSD(Schedule):
+    """Warm-up, stable, decay: constant at the peak, then linear to ``final_fraction``.
+
+    Args:
+        decay_fraction: Share of the updates after warm-up spent in the final decay, 0 to 1.
+    """
+
+    decay_fraction: float = 0.2
+
+    def after_warmup(self, progress: float) -> float:
+        """See :class:`Schedule`."""
+        if self.decay_fraction == 0 or progress <= 1 - self.decay_fraction:
+            return 1.0
+        remaining = (1 - progress) / self.decay_fraction
+        return self.final_fraction + (1 - self.final_fraction) * remaining
