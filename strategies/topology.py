@@ -19,9 +19,7 @@ Matrix = NDArray[np.float64]
 Pair = tuple[int, int, float]  # (i, j, w): i and j each give the weight w to the other
 
 SUM_TOLERANCE = 1e-9  # of row and column sums; what misses it is refused, never rescaled
-EXACT_TOLERANCE = (
-    1e-12  # of a product's distance to 11ᵀ/N; products of a few dozen float64 matrices
-)
+EXACT_TOLERANCE = 1e-12  # of the entries of a product; rounding stays orders below it
 
 
 class Topology:
@@ -73,7 +71,7 @@ class Topology:
         """Return 1 − |λ₂| of the product of one period's matrices, in [0, 1].
 
         For a static topology this is the usual spectral gap of its matrix; for a time-varying one
-        it is per period, not per update. 1 is exact consensus within a period, 0 none ever.
+        it is per period, not per update. 1 is agreement in finite time, 0 no agreement at all.
         """
         deviation = self._product(self.period) - 1.0 / self.num_workers
         return float(np.clip(1.0 - np.abs(np.linalg.eigvals(deviation)).max(), 0.0, 1.0))
@@ -81,9 +79,7 @@ class Topology:
     def updates_to_exact_consensus(self) -> int | None:
         """Return the fewest updates, from phase 0, whose product is 11ᵀ/N (to 1e-12).
 
-        Returns:
-            A number of updates from 0 (N = 1) to ``period``; None if one period does not suffice,
-            as for topologies that agree only asymptotically.
+        It is 0 for N = 1, and None if one period does not suffice.
         """
         for updates in range(self.period + 1):
             deviation = self._product(updates) - 1.0 / self.num_workers
@@ -102,9 +98,8 @@ def make_topology(name_or_path: str, num_workers: int) -> Topology:
     """Build a topology by name, or from a matrix file of the user's.
 
     Args:
-        name_or_path: One of ``TOPOLOGIES``; or a path to a ``.npy`` file holding ``[N, N]`` or
-            ``[period, N, N]``; or to a ``.csv`` file holding ``[N, N]``, entries written as
-            decimals or as fractions such as ``1/3``.
+        name_or_path: One of ``TOPOLOGIES``, or the path of a ``.npy`` file ``[N, N]`` or
+            ``[period, N, N]``, or of a ``.csv`` file ``[N, N]`` of decimals or fractions (``1/3``).
         num_workers: N, at least 1.
 
     Raises:
@@ -134,10 +129,9 @@ def _from_file(path: Path, n: int) -> Topology:
         if path.suffix == ".npy":
             matrices = np.load(path, allow_pickle=False).astype(np.float64, casting="safe")
         else:
-            rows = path.read_text(encoding="utf-8").split("\n")
-            entries = [[float(Fraction(e)) for e in r.split(",")] for r in rows if r.strip()]
-            matrices = np.array(entries, dtype=np.float64)
-    except (ValueError, TypeError, ZeroDivisionError) as error:
+            rows = [r for r in path.read_text(encoding="utf-8-sig").splitlines() if r.strip()]
+            matrices = np.array([[float(Fraction(e)) for e in r.split(",")] for r in rows])
+    except (ValueError, TypeError, EOFError, ZeroDivisionError) as error:
         raise ValueError(
             f"cannot read a mixing matrix from {path}: {error}; give {n} rows of {n} real numbers"
         ) from error
@@ -152,10 +146,8 @@ def _from_file(path: Path, n: int) -> Topology:
 
 def _check_doubly_stochastic(name: str, stack: Matrix) -> None:
     if stack.ndim != 3 or stack.shape[1] != stack.shape[2] or 0 in stack.shape:
-        raise ValueError(
-            f"topology {name!r} has shape {list(stack.shape)}; "
-            f"allowed are [N, N] and [period, N, N] with at least one phase and one worker"
-        )
+        shape = list(stack.shape)
+        raise ValueError(f"topology {name!r} must be [N, N] or [period, N, N], got shape {shape}")
     n = stack.shape[1]
     for phase, matrix in enumerate(stack):
         where = f"topology {name!r} for N = {n}, phase {phase}"
@@ -176,7 +168,7 @@ def _check_doubly_stochastic(name: str, stack: Matrix) -> None:
                 )
 
 
-# ---- the named topologies: N >= 2 -> [N, N] or a list of phases --------------------------------
+# The named topologies: N >= 2 -> the matrices of all phases.
 
 
 def _complete(n: int) -> list[Matrix]:
@@ -184,9 +176,7 @@ def _complete(n: int) -> list[Matrix]:
 
 
 def _ring(n: int) -> list[Matrix]:
-    if n == 2:
-        return _complete(n)
-    return [_cyclic(n, (1, n - 1))]
+    return [_cyclic(n, (1, n - 1) if n > 2 else (1,))]
 
 
 def _one_peer_ring(n: int) -> list[Matrix]:
@@ -220,9 +210,9 @@ def _base_k(n: int) -> list[Matrix]:
     """Build the Base-(k+1) Graph for k = 1: at most one peer, exact for every N.
 
     Takezawa et al., "Beyond Exponential Graph: Communication-Efficient Topologies for
-    Decentralized Learning via Finite-time Convergence" (2023). With N = 2^s · q, q odd, either
-    the simple graph over all N, or s pairwise phases that make q groups of 2^s agree and then the
-    simple graph across those groups; whichever is shorter.
+    Decentralized Learning via Finite-time Convergence" (2023). With N = 2^s · q, q odd, it is the
+    shorter of the simple graph over all N, and of s phases that make q groups of 2^s agree
+    followed by the simple graph across those groups.
     """
     size = n & -n  # 2^s
     groups = [list(range(begin, begin + size)) for begin in range(0, n, size)]
@@ -262,19 +252,20 @@ def _simple_base_2(workers: list[int]) -> list[list[Pair]]:
             blocks.append(workers[begin : begin + bit])
             begin += bit
     inner = [_hypercube(block) for block in blocks]
-    first = len(inner[0])
-    phases: list[list[Pair]] = [[] for _ in range(first if len(blocks) == 1 else 2 * first + 1)]
-    for t, phase in enumerate(phases):
-        step = t - first  # the block that exchanges with the later ones, if 0 <= step < last
-        for b, averaging in enumerate(inner):
-            joins = 0 <= step < len(blocks) - 1 and b >= step
-            if averaging and not joins:
-                since = t if t < first else t - first - b - 1
-                phase.extend(averaging[since % len(averaging)])
-        if 0 <= step < len(blocks) - 1:
+    first, exchanges = len(inner[0]), len(blocks) - 1
+    phases = []
+    for t in range(2 * first + 1 if exchanges else first):
+        step = t - first  # the block that exchanges with the later ones, if there are any
+        exchanging = 0 <= step < exchanges
+        phase: list[Pair] = []
+        for b, averaging in enumerate(inner[:step] if exchanging else inner):
+            if averaging:
+                phase += averaging[(t if t < first else step - b - 1) % len(averaging)]
+        if exchanging:
             later = [worker for block in blocks[step + 1 :] for worker in block]
             weight = len(blocks[step]) / (len(blocks[step]) + len(later))
-            phase.extend((i, j, weight) for i, j in zip(blocks[step], later, strict=False))
+            phase += [(i, j, weight) for i, j in zip(blocks[step], later, strict=False)]
+        phases.append(phase)
     return phases
 
 
