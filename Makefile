@@ -1,0 +1,61 @@
+# tinyllm's tasks; `make` alone lists them.
+#
+# Everything runs from .venv, which `make install` creates. Override from the command line, as in
+# `make install PYTHON=python3.12` or `make test ARGS="-k arena -x"`.
+PYTHON ?= python3
+WORKERS ?= auto
+ARGS ?=
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+LOCK_VENV := build/lock-venv
+# `make lock` takes the newest releases that setup.cfg admits, except these.
+HELD := torch==2.13.0 triton==3.7.1
+
+.PHONY: help install quickstart test lint format lock clean
+
+help:  ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED)  ## create .venv with the pinned packages and tinyllm itself, editable
+
+# A stamp: when it is newer than the three files that decide the installation, nothing is done.
+$(INSTALLED): requirements.lock setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "tinyllm needs Python 3.11 or newer; %s is %d.%d. Pass another: make install PYTHON=python3.12" % (sys.executable, v[0], v[1]))'
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "Installing the pinned packages into $(VENV): a few minutes the first time"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements.lock
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(BIN)/python .ci/link_tree.py
+	@touch $@
+
+quickstart: install  ## prepare a small corpus, train a model on it, print a sample
+	$(BIN)/tinyllm prepare --config configs/quickstart-data.yaml
+	$(BIN)/tinyllm fit --config configs/quickstart.yaml
+	$(BIN)/tinyllm generate --checkpoint runs/quickstart/checkpoints/last.ckpt --prompt "def " --seed 0
+
+test: install  ## run the tests that need no GPU (ARGS="..." goes to pytest)
+	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+lint: install  ## ruff (rules and formatting) and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	@$(BIN)/python .ci/link_tree.py
+	$(BIN)/mypy
+
+format: install  ## fix what ruff can fix, and format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+lock:  ## renew requirements.lock from the ranges in setup.cfg
+	rm -rf $(LOCK_VENV)
+	$(PYTHON) -m venv $(LOCK_VENV)
+	$(LOCK_VENV)/bin/pip install --quiet --editable '.[data,report,test,lint]' setuptools packaging $(HELD)
+	$(LOCK_VENV)/bin/python .ci/lock.py > requirements.lock.new
+	mv requirements.lock.new requirements.lock
+	rm -rf $(LOCK_VENV)
+
+clean:  ## remove the environment, caches and build outputs; keeps data/ and runs/
+	rm -rf $(VENV) .typecheck build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

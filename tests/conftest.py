@@ -1,0 +1,37 @@
+"""What holds for every test: GPU tests only on request, one thread per process, a fixed seed."""
+
+import os
+import sys
+
+import pytest
+
+# Read when torch is first imported. With one thread, sums come in the same order on every
+# machine, and pytest-xdist's workers do not compete for cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(trylast=True)  # after pytest's own -m selection
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect gpu tests, unless -m names them; then insist on a GPU that can run them."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    if "gpu" in config.getoption("markexpr"):
+        import torch
+
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+            found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+            raise pytest.UsageError(
+                f"-m gpu needs a Hopper GPU (compute capability 9.0); found: {found}. "
+                "Leave -m gpu out to run the other tests."
+            )
+        return
+    config.hook.pytest_deselected(items=gpu_items)
+    items[:] = [item for item in items if item not in gpu_items]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Start every test from the same torch seed, whatever ran before it in this process."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
