@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 class AdaptiveConsensus:
     """When consensus starts to follow the learning rate, and how steeply.
 
-    That disagreement between workers may be large, and even help, while learning rates are small
-    is a finding of Kong et al., "Consensus control for decentralized deep learning" (2021); the
-    rule here is tinyllm's own.
+    The rule is tinyllm's own. That training keeps the speed of centralized training where workers'
+    disagreement stays below a critical value is a result of Kong et al., "Consensus Control for
+    Decentralized Deep Learning" (2021).
 
     Attributes:
         start_fraction: Share of all updates, in [0, 1], that mix fully; 1 leaves γ at 1.

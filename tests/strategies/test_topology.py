@@ -174,7 +174,7 @@ def test_base_k_agrees_exactly_within_a_period_for_every_n(n: int) -> None:
     np.testing.assert_allclose(product(topology, topology.period), 1 / n, rtol=0, atol=1e-14)
     assert topology.updates_to_exact_consensus() == topology.period
     assert topology.max_degree() == 1
-    assert topology.period <= 2 * np.log2(n) + 2  # Takezawa et al., 2023, Theorem 1 for k = 1
+    assert topology.period <= 2 * (n.bit_length() - 1) + 1  # floor(log2 N) phases, one, and again
 
 
 def test_base_k_is_symmetric() -> None:
@@ -291,6 +291,12 @@ def test_column_sum_is_refused_with_column_and_sum() -> None:
 def test_sums_are_not_rescaled_but_refused() -> None:
     with pytest.raises(ValueError, match=r"row 0 sums to 0\.9999, not 1 .* fractions such as 1/3"):
         Topology("mine", np.full((3, 3), 0.3333))
+
+
+def test_sums_may_miss_one_by_rounding_only() -> None:
+    Topology("mine", np.full((2, 2), 0.5 + 4e-10))  # sums miss 1 by 8e-10
+    with pytest.raises(ValueError, match="row 0 sums to"):
+        Topology("mine", np.full((2, 2), 0.5 + 6e-10))
 
 
 def test_negative_entry_is_refused() -> None:
