@@ -199,6 +199,14 @@ def test_spectral_gap(name: str, n: int, gap: float) -> None:
     assert make_topology(name, n).spectral_gap() == pytest.approx(gap, abs=1e-12)
 
 
+def test_consensus_applies_phases_in_the_order_of_updates() -> None:
+    near = make_topology("one_peer_exponential", 4).matrix(0)[[0, 2, 1, 3]]  # and swap 1, 2
+    far = make_topology("one_peer_exponential", 4).matrix(1)
+    # Far, then near agrees: near @ far. Near leaves (a, b, a, b), which far does not change.
+    assert Topology("far first", np.stack([far, near])).updates_to_exact_consensus() == 2
+    assert Topology("near first", np.stack([near, far])).updates_to_exact_consensus() is None
+
+
 def test_workers_that_never_mix_have_no_spectral_gap() -> None:
     topology = Topology("alone", np.eye(4))
     assert topology.spectral_gap() == 0.0
