@@ -9,6 +9,7 @@ ARGS ?=
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 LOCK_VENV := build/lock-venv
 # `make lock` takes the newest releases that setup.cfg admits, except these.
@@ -25,9 +26,11 @@ install: $(INSTALLED)  ## create .venv with the pinned packages and tinyllm itse
 $(INSTALLED): requirements.lock setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "tinyllm needs Python 3.11 or newer; %s is %d.%d. Pass another: make install PYTHON=python3.12" % (sys.executable, v[0], v[1]))'
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	@echo "Installing the pinned packages into $(VENV): a few minutes the first time"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements.lock
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@echo "Installing the pinned packages into $(VENV): a minute or more the first time"
+	@$(PIP) --no-compile --requirement requirements.lock
+	@# pip would compile on one core; some packages ship files that are not meant to compile
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
+	@$(PIP) --no-deps --no-build-isolation --editable .
 	@$(BIN)/python .ci/link_tree.py
 	@touch $@
 
@@ -37,7 +40,7 @@ quickstart: install  ## prepare a small corpus, train a model on it, print a sam
 	$(BIN)/tinyllm generate --checkpoint runs/quickstart/checkpoints/last.ckpt --prompt "def " --seed 0
 
 test: install  ## run the tests that need no GPU (ARGS="..." goes to pytest)
-	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --maxprocesses 8 $(ARGS)
 
 lint: install  ## ruff (rules and formatting) and mypy
 	$(BIN)/ruff check
