@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -16,50 +17,64 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from tinyllm.arena import Arena, ArenaLayout, bind
 from tinyllm.metrics import UpdateMetrics
-from tinyllm.model import Llama
-from tinyllm.strategies.engine import Engine, GroupHyperparameters
+from tinyllm.strategies.checkpoint_io import AtomicCheckpointIO
+from tinyllm.strategies.engine import (
+    Combine,
+    Engine,
+    GroupHyperparameters,
+    NonFiniteError,
+    Ranks,
+    consensus_distance,
+)
 from tinyllm.strategies.native import NativeEngine
-from tinyllm.strategies.state import load_optimizer_state, optimizer_state
+from tinyllm.strategies.processes import ProcessStrategy
+from tinyllm.strategies.state import EngineState
+from tinyllm.strategies.tenant import Tenant
 
 Backend = Literal["auto", "native"]
 
 
-class ArenaStrategy(DDPStrategy):
+class ArenaStrategy(ProcessStrategy):
     """Runs whole updates over an arena, under Lightning's automatic optimization.
 
     ``training_step`` runs forward and backward, ``backward`` is a no-op, ``optimizer_step`` applies
-    the update; ``global_step`` advances by one per update. Launching, process groups and reductions
-    are those of :class:`~lightning.pytorch.strategies.DDPStrategy`.
+    the update; ``global_step`` advances by one per update. Evaluation and the module's state dict
+    are those of the average of all workers.
 
     Args:
+        num_workers: Workers N on all ranks; None for one that every rank holds a copy of.
         backend: How updates are computed; ``auto`` takes the fastest one that this device has.
-        micro_batch_size: Sequences per worker in one forward and backward; null takes all at once.
+        micro_batch_size: Sequences per worker in one forward and backward; None takes all at once.
         compile: Whether ``torch.compile`` builds the native backend's model.
+        buffers: Whether ranks keep their own buffers or evaluate with the average of them.
     """
-
-    workers: int
-    """Rows W of this rank's arena."""
 
     def __init__(
         self,
         *,
-        backend: Backend = "auto",
-        micro_batch_size: int | None = None,
-        compile: bool = True,
+        num_workers: int | None,
+        backend: Backend,
+        micro_batch_size: int | None,
+        compile: bool,
+        buffers: Literal["local", "average"],
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(checkpoint_io=AtomicCheckpointIO(), **kwargs)
         if backend not in ("auto", "native"):
             raise ValueError(f"backend {backend!r} is unknown; choose auto or native")
         if micro_batch_size is not None and micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1 or null")
+            raise ValueError(
+                f"micro_batch_size is {micro_batch_size}; it must be at least 1 or null"
+            )
+        self._num_workers = num_workers
         self._backend = backend
         self._micro_batch_size = micro_batch_size
         self._compile = compile
+        self._buffers = buffers
         self._engine: Engine | None = None
-        self._average_bound = False
+        self._tenant: Tenant | None = None
+        self._failure_raised = False
         self.update_metrics: UpdateMetrics | None = None
 
     # --- set-up -----------------------------------------------------------------------------
@@ -72,72 +87,60 @@ class ArenaStrategy(DDPStrategy):
         return self._engine
 
     @property
-    def arena(self) -> Arena:
-        """State of this rank's workers; there is one while fitting."""
-        return self.engine.arena
+    def ranks(self) -> Ranks:
+        """Which workers are where."""
+        world = self.num_nodes * self.num_processes
+        if self._num_workers is None:
+            return Ranks(1, 1, world)
+        if self._num_workers % world:
+            raise MisconfigurationException(
+                f"{self._num_workers} workers cannot be placed evenly on {world} ranks; use a "
+                "number of ranks that divides the workers"
+            )
+        return Ranks(self._num_workers, self._num_workers // world, world)
 
-    @override
-    def setup_distributed(self) -> None:
-        if self.num_nodes * self.num_processes > 1:
-            super().setup_distributed()
-        else:
-            self.set_world_ranks()
+    @property
+    def data_groups(self) -> int:
+        """In how many groups a batch's rows are dealt out: workers, or ranks that hold copies."""
+        return self._num_workers or self.world_size
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             _refuse_what_cannot_be_honoured(trainer, self.lightning_module, self.precision_plugin)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
+        self._tenant = Tenant(self.lightning_module, self.ranks)
         if self._compile:
-            self._llama.compile(dynamic=False)
+            self._tenant.compile()
         if fitting:
             self.setup_optimizers(trainer)
-            self._engine = self._build_engine()
+            self._engine = self._build_engine(self._tenant)
         self.setup_precision_plugin()
 
-    @property
-    def _llama(self) -> Llama:
-        model = getattr(self.lightning_module, "model", None)
-        if not isinstance(model, Llama):
-            raise MisconfigurationException(
-                f"{type(self).__name__} trains modules whose `model` is a tinyllm Llama, and "
-                f"{type(self.lightning_module).__name__}.model is {type(model).__name__}; "
-                "use TinyLLM, a subclass of it, or another strategy"
-            )
-        return model
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        # the engine steps in the optimizer's place; a schedule would warn of a missing step
+        self._adamw._opt_called = True  # type: ignore[attr-defined]
 
-    def _build_engine(self) -> Engine:
-        optimizer = self._adamw
-        llama = self._llama
-        names = {parameter: name for name, parameter in llama.named_parameters()}
-        layout = ArenaLayout.of(
-            [{names[p]: p.shape[1:] for p in group["params"]} for group in optimizer.param_groups]
-        )
-        parameters = dict(llama.named_parameters())
-        first = next(iter(parameters.values()))
-        arena = Arena(layout, self.workers, first.dtype, first.device)
-        arena.adopt(parameters)
-        self._parameters = parameters
-        if self.world_size > 1:  # every worker starts from rank 0's weights
+    def _build_engine(self, tenant: Tenant) -> Engine:
+        arena = tenant.move_into_arena(self._adamw.param_groups)
+        if self.ranks.world_size > 1:  # every worker starts from rank 0's weights
             torch.distributed.broadcast(arena.weights, src=0)
         if self._backend == "auto":
-            rank_zero_info("backend: native (the only one on this device)")
+            rank_zero_info("backend: native, the only one there is on this device")
         return NativeEngine(
-            llama,
-            parameters,
             arena,
-            micro_batch_size=self._micro_batch_size,
+            tenant.losses(self._micro_batch_size),
+            bind_gradients=tenant.bind_gradients,
             forward_context=self.precision_plugin.train_step_context,
-            data_parallel=self._data_parallel,
+            ranks=self.ranks,
         )
-
-    @property
-    def _data_parallel(self) -> bool:
-        raise NotImplementedError
 
     @property
     def _adamw(self) -> torch.optim.AdamW:
@@ -157,9 +160,9 @@ class ArenaStrategy(DDPStrategy):
     # --- an update --------------------------------------------------------------------------
 
     @override
-    def training_step(self, batch: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         self.update_metrics = None
-        return self.engine.accumulate(batch)
+        return self.engine.accumulate(*args, **kwargs)
 
     @override
     def backward(
@@ -181,75 +184,76 @@ class ArenaStrategy(DDPStrategy):
         trainer = self._trainer
         result = closure()
         self.engine.finish_gradients()
-        self._call_before_optimizer_step(optimizer)
-        self.update_metrics = self._update(
+        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+        metrics = self.engine.update(
             [GroupHyperparameters.of(group) for group in optimizer.param_groups],
             trainer.gradient_clip_val or None,
+            self._combine(),
         )
-        # reading the flag waits for the device, so between log points only the CPU looks
-        if self.root_device.type == "cpu" or trainer._logger_connector.should_update_logs:
-            self.engine.raise_if_failed()
+        # only at log points is anything gathered or read, which waits for the device
+        if trainer._logger_connector.should_update_logs:
+            self._complete(metrics)
+            self._check_for_failure()
+        elif self.root_device.type == "cpu":
+            self._check_for_failure()
+        self.update_metrics = metrics
         return result
 
-    def _update(
-        self, groups: list[GroupHyperparameters], clip_norm: float | None
-    ) -> UpdateMetrics:
-        return self.engine.update(groups, clip_norm)
+    def _check_for_failure(self) -> None:
+        """Raises once for a non-finite update; after that the last good state can be saved."""
+        if not self._failure_raised:
+            try:
+                self.engine.raise_if_failed()
+            except NonFiniteError:
+                self._failure_raised = True
+                raise
+
+    def _combine(self) -> Combine | None:
+        """How the coming update mixes workers."""
+        return None
+
+    def _complete(self, metrics: UpdateMetrics) -> None:
+        """Adds what is only wanted at log points, and brings all workers' values together."""
+        ranks = self.ranks
+        metrics.loss = ranks.gather(metrics.loss)
+        metrics.grad_norm = ranks.gather(metrics.grad_norm)
+        if ranks.num_workers > 1:
+            distance, metrics.average_norm = consensus_distance(self.engine.arena.weights, ranks)
+            metrics.consensus_distance = ranks.gather(distance)
 
     @property
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
-    def _call_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        from lightning.pytorch.trainer import call
-
-        call._call_callback_hooks(self._trainer, "on_before_optimizer_step", optimizer)
-        call._call_lightning_module_hook(self._trainer, "on_before_optimizer_step", optimizer)
-
-    # --- evaluation and state: at the average of all workers ----------------------------------
+    # --- evaluation and checkpoints: at the average of all workers -----------------------------
 
     @contextmanager
     def average_bound(self) -> Generator[None, None, None]:
-        """Within it the model's parameters are the average of all workers, ``[1, …]``."""
-        if self._engine is None or self._average_bound:
+        """Within it the module is the average of all workers; training state is not touched."""
+        if self._engine is None or self._tenant is None:
             yield
             return
-        self._bind_average()
-        try:
+        self._check_for_failure()
+        with self._tenant.average_bound(self._buffers == "average"):
             yield
-        finally:
-            self._bind_workers()
-
-    def _bind_average(self) -> None:
-        self.engine.raise_if_failed()
-        bind(self._parameters, self.arena.layout, self._average())
-        self._average_bound = True
-
-    def _bind_workers(self) -> None:
-        bind(self._parameters, self.arena.layout, self.arena.weights)
-        self._average_bound = False
-
-    def _average(self) -> Tensor:
-        """Mean of the weights of all workers of all ranks, ``[1, D]``."""
-        return self.arena.weights
 
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if self._engine is not None:
-            self._bind_average()
+        self._evaluating = self.average_bound()
+        self._evaluating.__enter__()
 
     @override
     def on_validation_end(self) -> None:
+        self._evaluating.__exit__(None, None, None)
         super().on_validation_end()
-        if self._engine is not None:
-            self._bind_workers()
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.engine.raise_if_failed()
+        self._check_for_failure()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -257,21 +261,23 @@ class ArenaStrategy(DDPStrategy):
             return super().lightning_module_state_dict()
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict=strict)
-
-    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self.engine.raise_if_failed()
-        return optimizer_state(self.engine, optimizer)
+        self._check_for_failure()
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        return EngineState(self.engine, self.ranks).save(optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        load_optimizer_state(self.engine, self._adamw, checkpoint["optimizer_states"][0])
+        state = checkpoint["optimizer_states"][0]
+        EngineState(self.engine, self.ranks).load(self._adamw, state, self.global_rank)
 
     @override
     def teardown(self) -> None:
-        self._engine = None
+        if self._tenant is not None:
+            # after an error other ranks may be gone, and with them their workers
+            self._tenant.leave(self._trainer.interrupted)
+        self._engine = self._tenant = None
         super().teardown()
 
 
@@ -289,12 +295,11 @@ def _refuse_what_cannot_be_honoured(
             "gradient_clip_algorithm is 'value'; this strategy clips each worker by its global "
             "norm: use gradient_clip_algorithm='norm'"
         )
-    for hook in ("configure_gradient_clipping", "optimizer_step", "lr_scheduler_step"):
-        if is_overridden(hook, module, parent=LightningModule) and hook != "lr_scheduler_step":
-            raise MisconfigurationException(
-                f"{type(module).__name__} overrides {hook}, which this strategy does not call; "
-                "remove it or use another strategy"
-            )
+    if is_overridden("configure_gradient_clipping", module, parent=LightningModule):
+        raise MisconfigurationException(
+            f"{type(module).__name__} overrides configure_gradient_clipping, and this strategy "
+            "clips inside the update; set trainer.gradient_clip_val or use another strategy"
+        )
     allowed = type(precision) in (Precision, DoublePrecision) or (
         type(precision) is MixedPrecision and precision.precision == "bf16-mixed"
     )

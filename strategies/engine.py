@@ -3,13 +3,20 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tinyllm.arena import Arena
 from tinyllm.metrics import UpdateMetrics
+
+Scheme = Literal["awc", "atc"]
+"""Adapt while combine, or adapt then combine: the mixing comes before or after AdamW."""
+
+ForwardContext = Callable[[], AbstractContextManager[Any]]
+"""Opens the precision under which the forward pass runs."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,66 @@ class GroupHyperparameters:
         return cls(float(group["lr"]), group["betas"], group["eps"], group["weight_decay"])
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """What the ranks hold together.
+
+    Attributes:
+        num_workers: Workers N on all ranks.
+        local_workers: Workers W on this one.
+        world_size: Number of ranks.
+    """
+
+    num_workers: int
+    local_workers: int
+    world_size: int
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds a copy of the same workers and sees a part of their batch."""
+        return self.world_size > 1 and self.num_workers == self.local_workers
+
+    @property
+    def spread(self) -> bool:
+        """Whether every rank holds workers of its own."""
+        return self.world_size > 1 and not self.replicated
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """``[W, …]`` of every rank as ``[N, …]``, on every rank; copies hold the same already."""
+        if not self.spread:
+            return rows
+        gathered = rows.new_empty(self.num_workers, *rows.shape[1:])
+        dist.all_gather(list(gathered.chunk(self.world_size)), rows.contiguous())
+        return gathered
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """Mean ``[1, …]`` over all N workers of ``[W, …]``, on every rank."""
+        if self.num_workers == 1:
+            return rows
+        total = rows.sum(0, keepdim=True)
+        if self.spread:
+            dist.all_reduce(total)
+        return total / self.num_workers
+
+
+@dataclass(frozen=True)
+class Combine:
+    """One update's mixing step.
+
+    Attributes:
+        scheme: Before or after adapting.
+        apply: Replaces rows ``[W, D]`` by their combinations, unless the flag given with them is
+            set; called once on every rank.
+    """
+
+    scheme: Scheme
+    apply: Callable[[Tensor, Tensor], None]
+
+    def __call__(self, rows: Tensor, failed: Tensor) -> None:
+        """See ``apply``."""
+        self.apply(rows, failed)
+
+
 class NonFiniteError(RuntimeError):
     """A loss or gradient was NaN or infinite; no state has been changed since.
 
@@ -37,11 +104,11 @@ class NonFiniteError(RuntimeError):
 
     def __init__(self, update: int, workers: list[int]) -> None:
         self.update, self.workers = update, workers
-        named = ", ".join(map(str, workers))
+        named = f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
         super().__init__(
-            f"loss or gradient of worker {named} is not finite at update {update}; weights and "
-            "moments of all workers are as they were before it. Lower the learning rate, clip, or "
-            "look at the batch; the state can still be saved and resumed"
+            f"loss or gradient of {named} is not finite at update {update}; weights and moments of "
+            "all workers are as they were before it. Lower the learning rate, clip, or look at the "
+            "batch; the state can still be saved and resumed"
         )
 
 
@@ -50,20 +117,32 @@ class Engine(Protocol):
 
     Gradients are sums over targets until :meth:`finish_gradients` divides them by the number of
     targets of the whole update, so micro-batches and accumulated batches of any size weigh right.
+
+    Attributes:
+        arena: State of the local workers.
+        next_update: 0-based number of the coming update.
+        updates: Updates really applied, fewer once one failed; reading it synchronizes.
+        pending: Whether batches have been accumulated for an update that is not applied yet.
+        nll: ``[W]`` summed loss of those batches.
+        targets: ``[W]`` number of targets in those batches.
     """
 
     arena: Arena
+    next_update: int
     updates: int
-    """Updates applied so far."""
+    pending: bool
+    nll: Tensor
+    targets: Tensor
 
-    def accumulate(self, rows: Tensor) -> Tensor:
-        """Adds the gradients of token rows.
+    def accumulate(self, *batch: Any) -> Tensor:
+        """Adds the gradients of a batch.
 
         Args:
-            rows: ``[B·W, T+1]`` int64; row r belongs to local worker ``r mod W``.
+            batch: What the losses take; for Llamas token rows ``[B·W, T+1]`` int64, of which row r
+                belongs to local worker ``r mod W``.
 
         Returns:
-            Mean loss of these rows over all local workers, a detached scalar.
+            Mean loss of this batch over all local workers, a detached scalar.
         """
         ...
 
@@ -72,9 +151,18 @@ class Engine(Protocol):
         ...
 
     def update(
-        self, groups: list[GroupHyperparameters], clip_norm: float | None
+        self,
+        groups: list[GroupHyperparameters],
+        clip_norm: float | None,
+        combine: Combine | None = None,
     ) -> UpdateMetrics:
-        """Clips, adapts and combines; then the next :meth:`accumulate` starts afresh."""
+        """Clips, adapts and combines; then the next :meth:`accumulate` starts afresh.
+
+        Args:
+            groups: Hyperparameters of each column range of the arena.
+            clip_norm: Largest global gradient norm of each worker; None leaves gradients alone.
+            combine: How rows are mixed; None for no mixing.
+        """
         ...
 
     def raise_if_failed(self) -> None:
@@ -82,22 +170,12 @@ class Engine(Protocol):
         ...
 
 
-ForwardContext = Callable[[], AbstractContextManager[Any]]
-"""Opens the precision under which the forward pass runs."""
+def consensus_distance(rows: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """How far workers are from their mean x̄.
 
-
-def check_rows(rows: Tensor, workers: int) -> None:
-    """Refuses batches that cannot be shared out among the workers.
-
-    Raises:
-        ValueError: If rows are not ``[B·W, T+1]`` integers.
+    Returns:
+        ``‖x_i − x̄‖`` of each local worker ``[W]``, and ``‖x̄‖`` ``[1]``.
     """
-    if rows.ndim != 2 or rows.dtype != torch.int64 or rows.shape[1] < 2:
-        raise ValueError(
-            f"a batch of token rows is [rows, T+1] int64, got {list(rows.shape)} {rows.dtype}"
-        )
-    if rows.shape[0] == 0 or rows.shape[0] % workers:
-        raise ValueError(
-            f"a batch of {rows.shape[0]} rows cannot be shared out among {workers} workers; "
-            "pad it with rows of -100 to a multiple"
-        )
+    mean = ranks.mean(rows)
+    distance = torch.stack([torch.linalg.vector_norm(row - mean[0]) for row in rows])
+    return distance, torch.linalg.vector_norm(mean, dim=1)

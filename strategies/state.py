@@ -1,31 +1,129 @@
 """An engine's state in checkpoints, in the format of ``torch.optim.AdamW``.
 
-Every parameter's entry has a leading worker axis ``[N, …]``: for one worker it is what plain
-``torch.optim.AdamW`` writes, so a checkpoint moves freely between plain strategies and these.
+Every tensor has a leading worker axis ``[N, …]``, so for one worker a checkpoint is what plain
+``torch.optim.AdamW`` writes and reads; with more workers each entry also keeps their weights.
 """
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tinyllm.strategies.engine import Engine
+from tinyllm.arena import Slot
+from tinyllm.strategies.engine import Engine, Ranks
 
 
-def optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
-    """Moments, update count and, in the middle of an accumulation window, gradients."""
-    arena = engine.arena
-    tensors: dict[str, Tensor] = {"exp_avg": arena.exp_avg, "exp_avg_sq": arena.exp_avg_sq}
-    views = {key: list(arena.layout.views(flat).values()) for key, flat in tensors.items()}
-    step = torch.tensor(float(engine.updates))
-    packed = optimizer.state_dict()
-    packed["state"] = {
-        index: {"step": step.clone(), **{key: views[key][index] for key in views}}
-        for index in range(len(arena.layout.slots))
-    }
-    return packed
+class EngineState:
+    """Brings the rows of all ranks together for a checkpoint, and deals them out again.
+
+    Args:
+        engine: Whose state it is.
+        ranks: Which workers are where.
+    """
+
+    def __init__(self, engine: Engine, ranks: Ranks) -> None:
+        self._engine = engine
+        self._ranks = ranks
+
+    def _arenas(self) -> dict[str, Tensor]:
+        """The arenas that a checkpoint holds, by the name of their entry."""
+        arena = self._engine.arena
+        arenas = {"exp_avg": arena.exp_avg, "exp_avg_sq": arena.exp_avg_sq}
+        if self._ranks.num_workers > 1:  # one worker's weights are the module's state dict
+            arenas["weights"] = arena.weights
+        if self._engine.pending:  # stopped between two batches of one update
+            arenas["gradients"] = arena.gradients
+        return arenas
+
+    def save(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Everything needed to go on exactly: complete on every rank, which all must call this.
+
+        Args:
+            optimizer: Its hyperparameters are saved beside the engine's state.
+        """
+        engine, layout = self._engine, self._engine.arena.layout
+        views = {
+            name: list(layout.views(self._collect(flat, name == "gradients")).values())
+            for name, flat in self._arenas().items()
+        }
+        step = torch.tensor(float(engine.updates))
+        state = optimizer.state_dict()
+        state["state"] = {
+            index: {
+                "step": step.clone(),
+                **{name: tensors[index] for name, tensors in views.items()},
+            }
+            for index in range(len(layout.slots))
+        }
+        if engine.pending:
+            state["pending"] = {
+                "nll": self._collect(engine.nll, sums=True),
+                "targets": self._collect(engine.targets, sums=True),
+            }
+        return state
+
+    @torch.no_grad()
+    def load(self, optimizer: Optimizer, state: dict[str, Any], rank: int) -> None:
+        """Takes up what :meth:`save` gave, or plain AdamW for one worker, on any number of ranks.
+
+        Args:
+            optimizer: Takes the saved hyperparameters.
+            state: One of a checkpoint's ``optimizer_states``.
+            rank: This process.
+
+        Raises:
+            ValueError: If the state belongs to another number of workers or another model.
+        """
+        engine, layout, entries = self._engine, self._engine.arena.layout, state["state"]
+        _check(layout.slots, entries, self._ranks.num_workers)
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        engine.pending = "pending" in state
+        for name, flat in self._arenas().items():
+            for index, view in enumerate(layout.views(flat).values()):
+                rows = entries[index][name].reshape(-1, *view.shape[1:])
+                view.copy_(self._share(rows, rank, name == "gradients"))
+        if engine.pending:
+            engine.nll.copy_(self._share(state["pending"]["nll"], rank, sums=True))
+            engine.targets.copy_(self._share(state["pending"]["targets"], rank, sums=True))
+        engine.updates = int(entries[0]["step"])
+
+    def _collect(self, rows: Tensor, sums: bool) -> Tensor:
+        """Rows ``[N, …]``; ``sums`` are of the part of a batch that each rank has seen."""
+        if sums and self._ranks.replicated:
+            rows = rows.clone()
+            dist.all_reduce(rows)
+        return self._ranks.gather(rows)
+
+    def _share(self, rows: Tensor, rank: int, sums: bool) -> Tensor:
+        """This rank's rows ``[W, …]`` of ``[N, …]``; rank 0 takes over the sums of all copies."""
+        if self._ranks.replicated:
+            return torch.zeros_like(rows) if sums and rank else rows
+        start = rank * self._ranks.local_workers
+        return rows[start : start + self._ranks.local_workers]
 
 
-def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Copies a saved state into the engine's arenas and the optimizer's groups."""
+def _check(
+    slots: tuple[Slot, ...], entries: dict[int, dict[str, Tensor]], num_workers: int
+) -> None:
+    if len(entries) != len(slots):
+        raise ValueError(
+            f"the checkpoint holds optimizer state of {len(entries)} parameters and this model has "
+            f"{len(slots)}; resume with the model that wrote it, or start from its weights alone"
+        )
+    for index, slot in enumerate(slots):
+        saved = entries[index]["exp_avg"]
+        workers, remainder = divmod(saved.numel(), slot.numel)
+        if remainder or tuple(saved.shape[-len(slot.shape) :]) != slot.shape:
+            raise ValueError(
+                f"the checkpoint's state of {slot.name} has shape {list(saved.shape)} and this "
+                f"model needs {list(slot.shape)} for each worker; resume with the configuration "
+                "that wrote it"
+            )
+        if workers != num_workers:
+            raise ValueError(
+                f"the checkpoint holds {workers} workers and this run has {num_workers}; resume "
+                f"with {workers}, or start from the average weights alone"
+            )

@@ -83,7 +83,9 @@ class ArenaLayout:
             For each name a view ``[..., *shape]`` that shares ``flat``'s memory.
         """
         if flat.shape[-1] != self.row_numel:
-            raise ValueError(f"rows hold {flat.shape[-1]} elements; this layout needs {self.row_numel}")
+            raise ValueError(
+                f"rows hold {flat.shape[-1]} elements; this layout needs {self.row_numel}"
+            )
         return {
             slot.name: flat[..., slot.offset : slot.offset + slot.numel].unflatten(-1, slot.shape)
             for slot in self.slots

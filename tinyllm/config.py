@@ -39,7 +39,7 @@ class LlamaConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.width % self.heads or self.head_dim % 2:
             raise ValueError(
-                f"width {self.width} over {self.heads} heads must give an even whole head dimension; "
+                f"width {self.width} over {self.heads} heads give no even head dimension; "
                 "choose heads that divide width, for example width / 64"
             )
 

@@ -1,6 +1,6 @@
 """What an update tells callbacks and loggers, and exact losses over a split."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,22 +11,58 @@ from torchmetrics import Metric
 class UpdateMetrics:
     """Results of one update, left on the device until somebody reads them.
 
+    At log points they cover all N workers; in between only the W workers of this rank, and what is
+    marked as optional is None.
+
     Attributes:
-        loss: ``[W]`` mean loss of each local worker over its targets, in nats.
-        grad_norm: ``[W]`` global gradient norm of each local worker, before clipping.
+        loss: ``[N]`` mean loss of each worker over its targets, in nats.
+        grad_norm: ``[N]`` global gradient norm of each worker, before clipping.
         learning_rate: Of this update.
+        gamma: Optional; how much of the mixing was left, 0 to 1.
+        consensus_distance: Optional ``[N]``; ``‖x_i − x̄‖`` of each worker after the update.
+        average_norm: Optional ``[1]``; ``‖x̄‖``.
     """
 
     loss: Tensor
     grad_norm: Tensor
     learning_rate: float
+    gamma: float | None = None
+    consensus_distance: Tensor | None = None
+    average_norm: Tensor | None = None
 
-    def read(self) -> dict[str, list[float]]:
-        """All device values on the host, in one transfer."""
-        tensors = {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
-        flat = torch.cat([tensor.detach().double().flatten() for tensor in tensors.values()])
-        values = iter(flat.tolist())
-        return {name: [next(values) for _ in range(t.numel())] for name, t in tensors.items()}
+    def scalars(self) -> dict[str, float]:
+        """Named values for loggers, read from the device in one transfer.
+
+        The consensus distance over all workers is the root of the mean of squares.
+        """
+        loss, grad_norm, distance, norm = _read(
+            self.loss, self.grad_norm, self.consensus_distance, self.average_norm
+        )
+        values = {
+            "train/loss": sum(loss) / len(loss),
+            "train/grad_norm": sum(grad_norm) / len(grad_norm),
+            "train/lr": self.learning_rate,
+        }
+        if self.gamma is not None:
+            values["train/gamma"] = self.gamma
+        if distance:
+            overall = (sum(d * d for d in distance) / len(distance)) ** 0.5
+            values["consensus/distance"] = overall
+            values["consensus/relative_distance"] = overall / norm[0]
+        if len(loss) > 1:
+            for worker, value in enumerate(loss):
+                values[f"worker_loss/{worker}"] = value
+            for worker, value in enumerate(distance):
+                values[f"worker_distance/{worker}"] = value
+        return values
+
+
+def _read(*tensors: Tensor | None) -> list[list[float]]:
+    """The values of all tensors, with one wait for the device; nothing for None."""
+    given = [t.detach().double().flatten() for t in tensors if t is not None]
+    flat = torch.cat(given).cpu()
+    parts = iter(flat.split([t.numel() for t in given]))
+    return [[] if t is None else next(parts).tolist() for t in tensors]
 
 
 class TokenLoss(Metric):

@@ -186,12 +186,10 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws fresh weights: matrices from N(0, init_std²), the same for all workers; scales 1."""
+        """Draws matrices from N(0, init_std²), alike for all workers; norm scales start at 1."""
         for parameter in self.parameters():
             if is_matrix(parameter):
-                parameter.copy_(
-                    torch.empty_like(parameter[:1]).normal_(std=self.config.init_std)
-                )
+                parameter.copy_(torch.empty_like(parameter[:1]).normal_(std=self.config.init_std))
             else:
                 parameter.fill_(1.0)
 
@@ -265,9 +263,7 @@ def _to_stock(module: nn.Module, state: dict[str, Tensor], prefix: str, _metadat
             state[f"{stem}{part}.weight"] = tensor
 
 
-def _from_stock(
-    module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any
-) -> None:
+def _from_stock(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
     for key, stem, parts in _fused_keys(prefix + name for name, _ in module.named_parameters()):
         stock = [f"{stem}{part}.weight" for part in parts]
         if all(name in state for name in stock):

@@ -59,7 +59,7 @@ class TinyLLM(LightningModule):
         self,
         preset: str | None = None,
         config: LlamaConfig | None = None,
-        optimizer: AdamWConfig = AdamWConfig(),  # noqa: B008  (frozen)
+        optimizer: AdamWConfig = AdamWConfig(),
         schedule: Schedule = WarmupCosine(),  # noqa: B008  (frozen)
     ) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class TinyLLM(LightningModule):
         # plain values only, so that checkpoints load with weights_only=True
         self.save_hyperparameters(
             {
-                "preset": None,
-                "config": self.config.to_dict(),
+                "preset": preset,
+                "config": None if preset else self.config.to_dict(),
                 "optimizer": asdict(self.optimizer_config),
                 "schedule": self.schedule.to_dict(),
             }
@@ -97,16 +97,31 @@ class TinyLLM(LightningModule):
         self.log("train/loss", loss.detach(), prog_bar=True)
         return loss
 
+    def on_train_start(self) -> None:
+        """A resumed run goes by its own configuration, not by the hyperparameters saved."""
+        optimizer, scheduler = self.optimizers(use_pl_optimizer=False), self.lr_schedulers()
+        assert isinstance(optimizer, torch.optim.AdamW)
+        assert isinstance(scheduler, LambdaLR)
+        chosen = self.optimizer_config
+        factor = self.schedule.factor(scheduler.last_epoch, self._planned_updates())
+        scheduler.base_lrs = [chosen.lr for _ in optimizer.param_groups]
+        for group, decay in zip(optimizer.param_groups, (chosen.weight_decay, 0.0), strict=True):
+            group.update(
+                lr=chosen.lr * factor,
+                initial_lr=chosen.lr,
+                betas=chosen.betas,
+                eps=chosen.eps,
+                weight_decay=decay,
+            )
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """At log points, reads what the strategy left on the device, once."""
         metrics: UpdateMetrics | None = getattr(self.trainer.strategy, "update_metrics", None)
         if metrics is None or not self.trainer._logger_connector.should_update_logs:
             return
-        values = metrics.read()
-        mean = {name: sum(v) / len(v) for name, v in values.items()}
-        self.log("train/loss", mean["loss"], prog_bar=True)
-        self.log("train/grad_norm", mean["grad_norm"])
-        self.log("train/lr", metrics.learning_rate, prog_bar=True)
+        values = metrics.scalars()
+        self.log("train/loss", values.pop("train/loss"), prog_bar=True)
+        self.log_dict(values)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         """Adds a batch to the split's exact loss."""
@@ -150,7 +165,6 @@ class TinyLLM(LightningModule):
             betas=chosen.betas,
             eps=chosen.eps,
             weight_decay=chosen.weight_decay,
-            fused=True,
         )
         total = self._planned_updates()
         scheduler = LambdaLR(optimizer, lambda update: self.schedule.factor(update, total))

@@ -1,0 +1,81 @@
+"""Combining rows with a mixing matrix, exchanging between ranks only those that are needed."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tinyllm.strategies.topology import Matrix
+
+
+class Gossip:
+    """Combines this rank's workers with their peers, wherever those are.
+
+    Worker i lives on rank ``i // W``. Sends read the arena itself, so it must not change between
+    :meth:`start` and :meth:`combine`.
+
+    Args:
+        workers: Workers N on all ranks.
+        rank: This process.
+        like: This rank's rows ``[W, D]``; buffers are made like it.
+    """
+
+    def __init__(self, workers: int, rank: int, like: Tensor) -> None:
+        self._local = range(rank * len(like), (rank + 1) * len(like))
+        self._workers = workers
+        self._combined = torch.empty_like(like)
+        self._received: dict[int, Tensor] = {}
+        self._requests: list[dist.Work] = []
+        self._started = False
+
+    def start(self, rows: Tensor, matrix: Matrix) -> None:
+        """Begins to exchange the rows that ``matrix`` ``[N, N]`` asks for.
+
+        Args:
+            rows: ``[W, D]``.
+            matrix: Row i holds the weights with which worker i combines.
+        """
+        self._started = True
+        per_rank = len(self._local)
+        operations = []
+        for worker in range(self._workers):  # every pair of ranks sees one order
+            owner = worker // per_rank
+            readers = {int(i) // per_rank for i in np.flatnonzero(matrix[:, worker])} - {owner}
+            if worker in self._local:
+                row = rows[worker - self._local.start]
+                operations += [dist.P2POp(dist.isend, row, reader) for reader in sorted(readers)]
+            elif self._local.start // per_rank in readers:
+                buffer = self._received.setdefault(worker, torch.empty_like(rows[0]))
+                operations.append(dist.P2POp(dist.irecv, buffer, owner))
+        if operations:
+            self._requests = dist.batch_isend_irecv(operations)
+
+    def combine(self, rows: Tensor, failed: Tensor, matrix: Matrix) -> None:
+        """Replaces each row by its combination, ``x_i ← Σ_j W_ij x_j``.
+
+        Args:
+            rows: ``[W, D]``, changed in place.
+            failed: Scalar bool on the rows' device; where true, rows stay as they are.
+            matrix: The one given to :meth:`start`, which is called here if it was not.
+        """
+        if not self._started:
+            self.start(rows, matrix)
+        for request in self._requests:
+            request.wait()
+        self._requests, self._started = [], False
+        identity = torch.eye(self._workers, dtype=rows.dtype, device=rows.device)
+        weights = torch.as_tensor(matrix, dtype=rows.dtype).to(rows.device, non_blocking=True)
+        weights = torch.where(failed, identity, weights)
+        for local, worker in enumerate(self._local):
+            combined = self._combined[local]
+            torch.mul(rows[local], weights[worker, worker], out=combined)
+            for peer in map(int, np.flatnonzero(matrix[worker])):
+                if peer != worker:
+                    # elementwise, and not a matrix product, which might round to TF32
+                    combined.addcmul_(self._row(rows, peer), weights[worker, peer])
+        rows.copy_(self._combined)
+
+    def _row(self, rows: Tensor, worker: int) -> Tensor:
+        if worker in self._local:
+            return rows[worker - self._local.start]
+        return self._received[worker]

@@ -1,0 +1,111 @@
+"""One process per device: launching, ranks, the process group and reductions."""
+
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from typing_extensions import override
+
+T = TypeVar("T")
+
+
+class ProcessStrategy(ParallelStrategy):
+    """Runs one process per device, launched by Lightning, ``torchrun`` or Slurm.
+
+    A single process needs no process group and gets none.
+
+    Args:
+        timeout_seconds: How long a collective may wait for another rank before the run fails.
+    """
+
+    def __init__(self, *, timeout_seconds: float = 1_800.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_nodes = 1
+        self._timeout = timedelta(seconds=timeout_seconds)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or [])
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tells the Trainer to give each rank its share of a plain DataLoader."""
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment where this process stands."""
+        if self.cluster_environment is not None:
+            rank = self.node_rank * self.num_processes + self.local_rank
+            self.cluster_environment.set_global_rank(rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self.is_distributed:
+            self._launcher = _SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        if self.is_distributed:
+            reset_seed()
+            assert self.cluster_environment is not None
+            device = self.root_device
+            _init_dist_connection(
+                self.cluster_environment,
+                _get_default_process_group_backend_for_device(device),
+                timeout=self._timeout,
+                device_id=device if device.type != "cpu" else None,
+            )
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if isinstance(tensor, Tensor):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
