@@ -92,7 +92,7 @@ class DecentralizedStrategy(ArenaStrategy):
         scheduler = configs[0].scheduler
         if configs[0].interval != "step" or not isinstance(scheduler, LRScheduler):
             raise MisconfigurationException(
-                "adaptive_consensus needs a learning-rate schedule that is known ahead, per update: "
+                "adaptive_consensus needs a learning-rate schedule per update, known ahead: "
                 f"got {type(scheduler).__name__} with interval {configs[0].interval!r}; use an "
                 "LRScheduler with interval 'step'"
             )

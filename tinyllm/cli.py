@@ -75,7 +75,7 @@ def _help() -> str:
             "  -h, --help     this page; `tinyllm COMMAND --help` lists a command's options",
             "  --version      the installed version",
             "",
-            "Several --config files overlay left to right; values on the command line win over all:",
+            "Several --config files overlay left to right; values on the command line win:",
             "  tinyllm fit --config configs/20m.yaml --model.optimizer.lr 1e-3",
         ]
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -19,6 +19,7 @@ from tinyllm.cli_errors import HelpfulLightningParser, known_classes, nearest
 from tinyllm.data.module import TokenDataModule
 from tinyllm.logger import RunLogger
 from tinyllm.module import TinyLLM
+from tinyllm.progress import RunProgressBar
 
 
 class TinyLLMCLI(LightningCLI):
@@ -78,8 +79,15 @@ class TinyLLMCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        if self._get(self.config_init, "trainer.logger") is None:
-            kwargs["logger"] = RunLogger(self._get(self.config_init, "trainer.default_root_dir"))
+        trainer = self._get(self.config_init, "trainer")
+        if trainer["logger"] is None:
+            kwargs["logger"] = RunLogger(trainer["default_root_dir"])
+        own = trainer["callbacks"] or []
+        own = own if isinstance(own, list) else [own]
+        if trainer["enable_progress_bar"] is not False and not any(
+            isinstance(callback, ProgressBar) for callback in own
+        ):
+            kwargs["callbacks"] = [*own, RunProgressBar()]
         return super().instantiate_trainer(**kwargs)
 
 
