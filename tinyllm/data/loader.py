@@ -115,7 +115,7 @@ class TokenLoader:
         self.close()
         if self._handed_out:
             self._start_epoch(self._epoch + 1)
-        new = _Pass(self, self._make_batches())
+        new = _Pass(self)
         self._pass = weakref.ref(new)
         return new
 
@@ -135,7 +135,7 @@ class TokenLoader:
         return {"epoch": self._epoch, "batch": self._batch, **self._setting()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position; the next `iter` starts there.
+        """Go to a saved position; the next pass starts there, or one that waits to be started.
 
         Raises:
             ValueError: The position belongs to other data or another batch, context, order or
@@ -149,7 +149,9 @@ class TokenLoader:
                     f"run has {name}={here!r}. Resume with the saved value, or start a new run "
                     f"from the checkpoint's weights."
                 )
-        self.close()
+        current = self._pass() if self._pass is not None else None
+        if current is not None and current.started:
+            current.close()
         self._start_epoch(int(state["epoch"]))
         self._batch = int(state["batch"])
         if self._batch >= self._epoch_batches:
@@ -220,18 +222,30 @@ def _device_batches(
 
 
 class _Pass:
-    """One pass over a loader's epoch; counts what it hands out."""
+    """One pass over a loader's epoch; counts what it hands out.
 
-    def __init__(self, loader: TokenLoader, batches: Iterator[Tensor]) -> None:
+    It starts with its first batch, at the position that the loader has then: Lightning makes
+    iterators that it never uses, and some before it restores the position.
+    """
+
+    def __init__(self, loader: TokenLoader) -> None:
         self._loader = loader
-        self._batches: Iterator[Tensor] | None = batches
+        self._batches: Iterator[Tensor] | None = None
+        self._closed = False
+
+    @property
+    def started(self) -> bool:
+        """Whether a batch was asked for."""
+        return self._batches is not None
 
     def __iter__(self) -> "_Pass":
         return self
 
     def __next__(self) -> Tensor:
-        if self._batches is None:
+        if self._closed:
             raise StopIteration
+        if self._batches is None:
+            self._batches = self._loader._make_batches()
         batch = next(self._batches)
         self._loader._count_batch()
         return batch
@@ -240,4 +254,4 @@ class _Pass:
         """Hand out nothing more; stops the prefetch thread."""
         if isinstance(self._batches, Prefetcher):
             self._batches.close()
-        self._batches = None
+        self._closed = True

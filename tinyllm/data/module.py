@@ -1,13 +1,14 @@
 """TokenDataModule: a token cache as Lightning sees it, one loader per split and rank."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lightning
 import torch
 
 from tinyllm.data.cache import Split, TokenCache
 from tinyllm.data.loader import TokenLoader
+from tinyllm.data.resume import finish_restored_epoch
 from tinyllm.data.tokenizer import Tokenizer
 
 
@@ -45,6 +46,8 @@ class TokenDataModule(lightning.LightningDataModule):
         self.residency = residency
         self._folder = Path(cache)
         self._cache: TokenCache | None = None
+        self._train_loader: TokenLoader | None = None
+        self._restored_position: dict[str, Any] | None = None
 
     @property
     def cache(self) -> TokenCache:
@@ -69,6 +72,25 @@ class TokenDataModule(lightning.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Open the cache on this rank."""
         _ = self.cache
+        self._train_loader = None
+        self._restored_position = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The training loader's position, for the checkpoint."""
+        return {} if self._train_loader is None else {"train": self._train_loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position.
+
+        Lightning restores the loader by itself too, but not when something asked for the number
+        of steps, as learning-rate schedules do, and so made the loader before the restore.
+        """
+        if self._train_loader is None:
+            self._restored_position = state["train"]
+        else:
+            self._train_loader.load_state_dict(state["train"])
+        if self.trainer is not None:
+            finish_restored_epoch(self.trainer)
 
     def train_dataloader(self) -> TokenLoader:
         """Shuffled rows of the train split; `batch_size` of them make one update."""
@@ -88,6 +110,10 @@ class TokenDataModule(lightning.LightningDataModule):
         if limit is not None:
             # The numbers Lightning itself computes: an int counts batches, a float is a share.
             loader.limit_batches = limit if isinstance(limit, int) else int(len(loader) * limit)
+        if self._restored_position is not None:
+            loader.load_state_dict(self._restored_position)
+            self._restored_position = None
+        self._train_loader = loader
         return loader
 
     def val_dataloader(self) -> TokenLoader:
