@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -263,6 +264,34 @@ def test_device_residency_gives_the_host_batches(dtype: type, shuffle: bool, tok
     for host, device in zip(*passes, strict=True):
         assert device.dtype == torch.int64
         torch.testing.assert_close(device, host, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_cuda_batches_are_the_host_batches_without_a_sync(shuffle: bool) -> None:
+    ids: np.ndarray = np.random.default_rng(0).integers(0, 65_536, 5_000).astype(np.uint16)
+    device = torch.device("cuda", 0)
+    settings: list[dict[str, Any]] = [{}, {"pin_memory": True}, {"device": device}]
+    host, pinned, resident = (
+        TokenLoader(
+            TokenStream.from_array(ids), context=64, batch_size=8, shuffle=shuffle, **setting
+        )
+        for setting in settings
+    )
+    expected = list(host)
+    for batch, wanted in zip(pinned, expected, strict=True):
+        assert batch.is_pinned()
+        assert torch.equal(batch, wanted)
+    batches = iter(resident)
+    found = [next(batches)]  # the epoch's order is copied with the first
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found += list(batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for batch, wanted in zip(found, expected, strict=True):
+        assert batch.device == device
+        assert torch.equal(batch.cpu(), wanted)
 
 
 @pytest.mark.parametrize(

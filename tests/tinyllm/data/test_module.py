@@ -146,28 +146,28 @@ def test_pitfall_4_resume_a_run_that_ended_with_an_epoch(
     assert trainer.current_epoch == uninterrupted.current_epoch
 
 
+EPOCH_END: dict[str, Any] = {"every_n_epochs": 1, "save_on_train_epoch_end": True}
+VALIDATION_END: dict[str, Any] = {"every_n_epochs": 1, "save_on_train_epoch_end": False}
+MOMENTS: dict[str, tuple[dict[str, Any], bool]] = {
+    "after a step": ({"every_n_train_steps": 1}, False),
+    "after a step, validating": ({"every_n_train_steps": 1}, True),
+    "after an epoch": (EPOCH_END, False),
+    "after an epoch, validating": (EPOCH_END, True),
+    "after validation": (VALIDATION_END, True),
+}
+
+
 @pytest.mark.parametrize("kind", [Recorder, Scheduled])
 @pytest.mark.parametrize("end", [{"max_steps": STEPS}, {"max_epochs": 3}], ids=["steps", "epochs"])
-@pytest.mark.parametrize("validate", [False, True])
-@pytest.mark.parametrize(
-    "when",
-    [
-        {"every_n_train_steps": 1},
-        {"every_n_epochs": 1, "save_on_train_epoch_end": True},
-        {"every_n_epochs": 1, "save_on_train_epoch_end": False},
-    ],
-    ids=["after a step", "after an epoch", "after validation"],
-)
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_resume_from_every_checkpoint_of_a_run(
     cache: Path,
     tmp_path: Path,
-    when: dict[str, Any],
-    validate: bool,
+    moment: str,
     end: dict[str, Any],
     kind: type[Recorder],
 ) -> None:
-    if not validate and not when.get("save_on_train_epoch_end", True):
-        pytest.skip("without validation there is no such moment")
+    when, validate = MOMENTS[moment]
     checkpoints = ModelCheckpoint(tmp_path / "all", "{step}", save_top_k=-1, **when)
     options: dict[str, Any] = {
         **end,

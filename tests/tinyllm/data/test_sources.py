@@ -1,6 +1,7 @@
 """Each source gives its documents in order, and says precisely what is wrong with an input."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +80,7 @@ def test_bad_jsonl_line_costs_that_line(tmp_path: Path, line: bytes, problem: st
     assert bad.place == f"{path}, line 2"
 
 
-def write_parquet(path: Path, **columns: list[object]) -> None:
+def write_parquet(path: Path, **columns: Sequence[object]) -> None:
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
 
 
