@@ -1,7 +1,7 @@
 """Lightning's side of an update, shared by all strategies that own an arena."""
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -74,6 +74,7 @@ class ArenaStrategy(ProcessStrategy):
         self._buffers = buffers
         self._engine: Engine | None = None
         self._tenant: Tenant | None = None
+        self._evaluation = ExitStack()
         self._failure_raised = False
         self.update_metrics: UpdateMetrics | None = None
 
@@ -85,6 +86,11 @@ class ArenaStrategy(ProcessStrategy):
         if self._engine is None:
             raise RuntimeError("the engine is built when Trainer.fit sets the strategy up")
         return self._engine
+
+    @property
+    def _own_tenant(self) -> Tenant:
+        assert self._tenant is not None
+        return self._tenant
 
     @property
     def ranks(self) -> Ranks:
@@ -114,10 +120,11 @@ class ArenaStrategy(ProcessStrategy):
             _refuse_what_cannot_be_honoured(trainer, self.lightning_module, self.precision_plugin)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
-        self._tenant = Tenant(self.lightning_module, self.ranks)
+        self._tenant = Tenant(self.lightning_module, self.ranks, self._buffers == "average")
         if self._compile:
             self._tenant.compile()
         if fitting:
+            self._failure_raised = False
             self.setup_optimizers(trainer)
             self._engine = self._build_engine(self._tenant)
         self.setup_precision_plugin()
@@ -131,7 +138,7 @@ class ArenaStrategy(ProcessStrategy):
     def _build_engine(self, tenant: Tenant) -> Engine:
         arena = tenant.move_into_arena(self._adamw.param_groups)
         if self.ranks.world_size > 1:  # every worker starts from rank 0's weights
-            torch.distributed.broadcast(arena.weights, src=0)
+            tenant.broadcast()
         if self._backend == "auto":
             rank_zero_info("backend: native, the only one there is on this device")
         return NativeEngine(
@@ -162,14 +169,18 @@ class ArenaStrategy(ProcessStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         self.update_metrics = None
-        return self.engine.accumulate(*args, **kwargs)
+        loss = self.engine.accumulate(*args, **kwargs)
+        # Lightning calls zero_grad after this, which must not reach what has been accumulated
+        self._own_tenant.release_gradients()
+        return loss
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        # the engine has run it: only the hooks are left
+        # the engine has run it: only the hooks are left, which see sums over targets so far
         assert self.lightning_module is not None
+        self._own_tenant.bind_gradients()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
@@ -236,18 +247,17 @@ class ArenaStrategy(ProcessStrategy):
             yield
             return
         self._check_for_failure()
-        with self._tenant.average_bound(self._buffers == "average"):
+        with self._tenant.average_bound():
             yield
 
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._evaluating = self.average_bound()
-        self._evaluating.__enter__()
+        self._evaluation.enter_context(self.average_bound())
 
     @override
     def on_validation_end(self) -> None:
-        self._evaluating.__exit__(None, None, None)
+        self._evaluation.close()
         super().on_validation_end()
 
     @override
@@ -265,15 +275,27 @@ class ArenaStrategy(ProcessStrategy):
         self._check_for_failure()
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        return EngineState(self.engine, self.ranks).save(optimizer)
+        return self._engine_state.save(optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         state = checkpoint["optimizer_states"][0]
-        EngineState(self.engine, self.ranks).load(self._adamw, state, self.global_rank)
+        self._engine_state.load(self._adamw, state, self.global_rank)
+
+    @property
+    def _engine_state(self) -> EngineState:
+        return EngineState(self.engine, self._own_tenant, self.ranks)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # Lightning restores before set-up: take the run's precision first, so nothing is rounded
+        assert self.lightning_module is not None
+        self.precision_plugin.convert_module(self.lightning_module)
+        super().load_model_state_dict(checkpoint, strict)
 
     @override
     def teardown(self) -> None:
+        self._evaluation.close()  # an error may have come before its end
         if self._tenant is not None:
             # after an error other ranks may be gone, and with them their workers
             self._tenant.leave(self._trainer.interrupted)
@@ -294,6 +316,11 @@ def _refuse_what_cannot_be_honoured(
         raise MisconfigurationException(
             "gradient_clip_algorithm is 'value'; this strategy clips each worker by its global "
             "norm: use gradient_clip_algorithm='norm'"
+        )
+    if is_overridden("backward", module, parent=LightningModule):
+        raise MisconfigurationException(
+            f"{type(module).__name__} overrides backward, and this strategy runs the backward pass "
+            "itself; leave it as it is or use another strategy"
         )
     if is_overridden("configure_gradient_clipping", module, parent=LightningModule):
         raise MisconfigurationException(

@@ -82,6 +82,11 @@ class DecentralizedStrategy(ArenaStrategy):
         super().setup_optimizers(trainer)
         if self._adaptive_consensus is not None:
             total = trainer.estimated_stepping_batches
+            if total == float("inf"):
+                raise MisconfigurationException(
+                    "adaptive_consensus needs to know how many updates are planned, and there is "
+                    "no limit; set trainer.max_steps or trainer.max_epochs"
+                )
             self._gamma = gamma_schedule(self._adaptive_consensus, self._learning_rates(int(total)))
 
     def _learning_rates(self, total_updates: int) -> list[float]:
@@ -89,12 +94,13 @@ class DecentralizedStrategy(ArenaStrategy):
         configs = self.lr_scheduler_configs
         if not configs:
             return [self._adamw.param_groups[0]["lr"]] * total_updates
-        scheduler = configs[0].scheduler
-        if configs[0].interval != "step" or not isinstance(scheduler, LRScheduler):
+        scheduler, every = configs[0].scheduler, (configs[0].interval, configs[0].frequency)
+        is_foreseen = isinstance(scheduler, LRScheduler) and not configs[0].reduce_on_plateau
+        if len(configs) > 1 or every != ("step", 1) or not is_foreseen:
             raise MisconfigurationException(
-                "adaptive_consensus needs a learning-rate schedule per update, known ahead: "
-                f"got {type(scheduler).__name__} with interval {configs[0].interval!r}; use an "
-                "LRScheduler with interval 'step'"
+                "adaptive_consensus needs one learning-rate schedule per update, known ahead: "
+                f"got {len(configs)}, the first a {type(scheduler).__name__} with interval "
+                f"{every[0]!r} and frequency {every[1]}; use an LRScheduler with interval 'step'"
             )
         return _run_ahead(scheduler, total_updates)
 

@@ -63,17 +63,14 @@ class Gossip:
         for request in self._requests:
             request.wait()
         self._requests, self._started = [], False
-        identity = torch.eye(self._workers, dtype=rows.dtype, device=rows.device)
-        weights = torch.as_tensor(matrix, dtype=rows.dtype).to(rows.device, non_blocking=True)
-        weights = torch.where(failed, identity, weights)
-        for local, worker in enumerate(self._local):
-            combined = self._combined[local]
-            torch.mul(rows[local], weights[worker, worker], out=combined)
-            for peer in map(int, np.flatnonzero(matrix[worker])):
-                if peer != worker:
-                    # elementwise, and not a matrix product, which might round to TF32
-                    combined.addcmul_(self._row(rows, peer), weights[worker, peer])
-        rows.copy_(self._combined)
+        for combined, worker in zip(self._combined, self._local, strict=True):
+            # elementwise, and not a matrix product, which might round to TF32; in one order for
+            # all workers, so that those who mix alike come to agree to the last bit
+            first, *others = map(int, np.flatnonzero(matrix[worker]))
+            torch.mul(self._row(rows, first), float(matrix[worker, first]), out=combined)
+            for peer in others:
+                combined.add_(self._row(rows, peer), alpha=float(matrix[worker, peer]))
+        torch.where(failed, rows, self._combined, out=rows)
 
     def _row(self, rows: Tensor, worker: int) -> Tensor:
         if worker in self._local:

@@ -4,6 +4,7 @@ The reference that every other engine is held to, and the baseline every speed-u
 against.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,9 @@ from tinyllm.strategies.engine import (
     Ranks,
 )
 from tinyllm.strategies.losses import LossSums
+
+# Gradients are views of arena rows by design; autograd adds into them in place all the same.
+warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
 
 # Fastest first, for small Llamas on Hopper; a backend that cannot run is passed over.
 ATTENTION_BACKENDS = [

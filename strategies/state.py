@@ -4,6 +4,7 @@ Every tensor has a leading worker axis ``[N, …]``, so for one worker a checkpo
 ``torch.optim.AdamW`` writes and reads; with more workers each entry also keeps their weights.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from tinyllm.arena import Slot
 from tinyllm.strategies.engine import Engine, Ranks
+from tinyllm.strategies.tenant import Tenant
 
 
 class EngineState:
@@ -20,11 +22,13 @@ class EngineState:
 
     Args:
         engine: Whose state it is.
+        tenant: Whose buffers go with it.
         ranks: Which workers are where.
     """
 
-    def __init__(self, engine: Engine, ranks: Ranks) -> None:
+    def __init__(self, engine: Engine, tenant: Tenant, ranks: Ranks) -> None:
         self._engine = engine
+        self._tenant = tenant
         self._ranks = ranks
 
     def _arenas(self) -> dict[str, Tensor]:
@@ -36,6 +40,12 @@ class EngineState:
         if self._engine.pending:  # stopped between two batches of one update
             arenas["gradients"] = arena.gradients
         return arenas
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Buffers ``[1, …]`` that differ between ranks; others are in the module's state dict."""
+        if not self._ranks.spread:
+            return {}
+        return {name: buffer[None] for name, buffer in self._tenant.buffers().items()}
 
     def save(self, optimizer: Optimizer) -> dict[str, Any]:
         """Everything needed to go on exactly: complete on every rank, which all must call this.
@@ -53,15 +63,17 @@ class EngineState:
         state["state"] = {
             index: {
                 "step": step.clone(),
-                **{name: tensors[index] for name, tensors in views.items()},
+                **{name: tensors[slot] for name, tensors in views.items()},
             }
-            for index in range(len(layout.slots))
+            for slot, index in enumerate(self._tenant.slots_in_optimizer)
         }
         if engine.pending:
             state["pending"] = {
                 "nll": self._collect(engine.nll, sums=True),
                 "targets": self._collect(engine.targets, sums=True),
             }
+        if buffers := self._buffers():
+            state["buffers"] = {name: self._ranks.gather(own) for name, own in buffers.items()}
         return state
 
     @torch.no_grad()
@@ -77,18 +89,23 @@ class EngineState:
             ValueError: If the state belongs to another number of workers or another model.
         """
         engine, layout, entries = self._engine, self._engine.arena.layout, state["state"]
-        _check(layout.slots, entries, self._ranks.num_workers)
+        in_optimizer = self._tenant.slots_in_optimizer
+        slots = dict(zip(in_optimizer, layout.slots, strict=True))
+        _check(slots, len(optimizer.param_groups), self._ranks.num_workers, state)
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         engine.pending = "pending" in state
         for name, flat in self._arenas().items():
-            for index, view in enumerate(layout.views(flat).values()):
+            for index, view in zip(in_optimizer, layout.views(flat).values(), strict=True):
                 rows = entries[index][name].reshape(-1, *view.shape[1:])
                 view.copy_(self._share(rows, rank, name == "gradients"))
         if engine.pending:
             engine.nll.copy_(self._share(state["pending"]["nll"], rank, sums=True))
             engine.targets.copy_(self._share(state["pending"]["targets"], rank, sums=True))
-        engine.updates = int(entries[0]["step"])
+        for name, buffer in self._buffers().items():
+            if name in state.get("buffers", {}):
+                buffer.copy_(self._share(state["buffers"][name], rank, sums=False))
+        engine.updates = int(entries[in_optimizer[0]]["step"])
 
     def _collect(self, rows: Tensor, sums: bool) -> Tensor:
         """Rows ``[N, …]``; ``sums`` are of the part of a batch that each rank has seen."""
@@ -106,21 +123,23 @@ class EngineState:
 
 
 def _check(
-    slots: tuple[Slot, ...], entries: dict[int, dict[str, Tensor]], num_workers: int
+    slots: Mapping[int, Slot], num_groups: int, num_workers: int, state: Mapping[str, Any]
 ) -> None:
-    if len(entries) != len(slots):
+    entries, saved_groups = state["state"], len(state["param_groups"])
+    if set(entries) != set(slots) or saved_groups != num_groups:
         raise ValueError(
-            f"the checkpoint holds optimizer state of {len(entries)} parameters and this model has "
-            f"{len(slots)}; resume with the model that wrote it, or start from its weights alone"
+            f"the checkpoint holds optimizer state of {len(entries)} parameters in {saved_groups} "
+            f"groups and this model has {len(slots)} in {num_groups}; resume with the model that "
+            "wrote it, or start from its weights alone"
         )
-    for index, slot in enumerate(slots):
-        saved = entries[index]["exp_avg"]
-        workers, remainder = divmod(saved.numel(), slot.numel)
-        if remainder or tuple(saved.shape[-len(slot.shape) :]) != slot.shape:
+    for index, slot in slots.items():
+        shape = entries[index]["exp_avg"].shape
+        workers, remainder = divmod(shape.numel(), slot.numel)
+        if remainder or tuple(shape[len(shape) - len(slot.shape) :]) != slot.shape:
             raise ValueError(
-                f"the checkpoint's state of {slot.name} has shape {list(saved.shape)} and this "
-                f"model needs {list(slot.shape)} for each worker; resume with the configuration "
-                "that wrote it"
+                f"the checkpoint's state of {slot.name} has shape {list(shape)} and this model "
+                f"needs {list(slot.shape)} for each worker; resume with the configuration that "
+                "wrote it"
             )
         if workers != num_workers:
             raise ValueError(

@@ -22,28 +22,36 @@ class Tenant:
     """Moves a module's parameters into an arena and between the workers and their average.
 
     A :class:`~tinyllm.TinyLLM` packs any number of workers. Any other module, and a subclass with a
-    ``training_step`` of its own, trains as one worker per rank.
+    loss of its own, trains as one worker per rank.
 
     Args:
         module: The module, on its device and in its precision.
         ranks: Which workers are where.
+        average_buffers: Whether the average of all workers has the average of their floating-point
+            buffers, too, and not this rank's.
+
+    Attributes:
+        slots_in_optimizer: For each slot of the arena, which of the optimizer's parameters it is;
+            frozen ones have no slot.
 
     Raises:
         MisconfigurationException: If several workers are to be packed and the module cannot.
     """
 
-    def __init__(self, module: LightningModule, ranks: Ranks) -> None:
+    def __init__(
+        self, module: LightningModule, ranks: Ranks, average_buffers: bool = False
+    ) -> None:
         self._module = module
         self._ranks = ranks
-        self.llama: Llama | None = None
-        if isinstance(module, TinyLLM) and not is_overridden("training_step", module, TinyLLM):
-            self.llama = module.model
-        elif ranks.local_workers > 1:
+        self._average_buffers = average_buffers
+        self.llama = _llama_of(module)
+        if self.llama is None and ranks.local_workers > 1:
             raise MisconfigurationException(
-                f"{type(module).__name__} is not a TinyLLM with its own training_step left as it "
-                f"is, so {ranks.local_workers} workers cannot be packed on one rank; use as many "
-                "ranks as workers"
+                f"{type(module).__name__} is not a TinyLLM with its own loss and parameters left "
+                f"as they are, so {ranks.local_workers} workers cannot be packed on one rank; use "
+                "as many ranks as workers"
             )
+        self.slots_in_optimizer: tuple[int, ...] = ()
         self._parameters: dict[str, nn.Parameter] = {}
         self._arena: Arena | None = None
         self._average_bound = False
@@ -56,14 +64,22 @@ class Tenant:
     def move_into_arena(self, groups: Sequence[Mapping[str, Any]]) -> Arena:
         """Lays the optimizer's parameters out, group after group, and makes them views.
 
+        Frozen parameters stay where they are, as ``torch.optim`` would leave them alone.
+
         Args:
             groups: The optimizer's parameter groups.
+
+        Raises:
+            MisconfigurationException: If parameters have several dtypes, or a packed model leaves
+                some out.
         """
         names = {parameter: name for name, parameter in self._module.named_parameters()}
-        self._parameters = {names[p]: p for group in groups for p in group["params"]}
-        layout = ArenaLayout.of(
-            [{names[p]: self._shape(p) for p in group["params"]} for group in groups]
-        )
+        trained = [[p for p in group["params"] if p.requires_grad] for group in groups]
+        given = [p for group in groups for p in group["params"]]
+        self.slots_in_optimizer = tuple(i for i, p in enumerate(given) if p.requires_grad)
+        self._parameters = {names[p]: p for group in trained for p in group}
+        self._check_parameters(names)
+        layout = ArenaLayout.of([{names[p]: self._shape(p) for p in group} for group in trained])
         first = next(iter(self._parameters.values()))
         arena = Arena(layout, self._ranks.local_workers, first.dtype, first.device)
         for name, view in layout.views(arena.weights).items():
@@ -71,6 +87,27 @@ class Tenant:
         self._arena = arena
         self._bind(arena.weights)
         return arena
+
+    def _check_parameters(self, names: Mapping[nn.Parameter, str]) -> None:
+        dtypes = {str(parameter.dtype) for parameter in self._parameters.values()}
+        if len(dtypes) > 1:
+            raise MisconfigurationException(
+                f"parameters have the dtypes {', '.join(sorted(dtypes))}; this strategy trains "
+                "parameters of one dtype: convert the module, for example with module.float()"
+            )
+        left_out = set(names.values()) - set(self._parameters)
+        if left_out and self._ranks.local_workers > 1:
+            raise MisconfigurationException(
+                f"packed workers train all parameters, and {min(left_out)} is frozen or not in the "
+                "optimizer; train it, or use as many ranks as workers"
+            )
+
+    def broadcast(self) -> None:
+        """Starts all ranks from rank 0's weights, frozen parameters and buffers."""
+        assert self._arena is not None
+        frozen = [p for n, p in self._module.named_parameters() if n not in self._parameters]
+        for tensor in (self._arena.weights, *frozen, *self._module.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
 
     def _shape(self, parameter: nn.Parameter) -> torch.Size:
         return parameter.shape[1:] if self.llama is not None else parameter.shape
@@ -88,6 +125,11 @@ class Tenant:
         assert self._arena is not None
         bind_gradients(self._parameters, self._arena.layout, self._rows(self._arena.gradients))
 
+    def release_gradients(self) -> None:
+        """Takes each ``.grad`` away, so that a ``zero_grad`` cannot reach the gradient arena."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
     def losses(self, micro_batch_size: int | None) -> LossSums:
         """What an engine differentiates.
 
@@ -103,31 +145,39 @@ class Tenant:
             )
         return module_losses(self._module)
 
-    @contextmanager
-    def average_bound(self, average_buffers: bool) -> Generator[None, None, None]:
-        """Within it the module is the average of all workers of all ranks.
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers that a state dict holds; each rank has its own."""
+        return {
+            f"{prefix}.{name}" if prefix else name: buffer
+            for prefix, module in self._module.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        }
 
-        Args:
-            average_buffers: Whether floating-point buffers are averaged over the ranks too.
-        """
+    @contextmanager
+    def average_bound(self) -> Generator[None, None, None]:
+        """Within it the module is the average of all workers of all ranks."""
         if self._average_bound or self._arena is None:
             yield
             return
         self._average_bound = True
         self._bind(self._ranks.mean(self._arena.weights))
-        buffers = self._averaged_buffers() if average_buffers and self._ranks.spread else {}
+        own = self._bind_averaged_buffers()
         try:
             yield
         finally:
             self._average_bound = False
             self._bind(self._arena.weights)
-            for buffer, own in buffers.items():
-                buffer.copy_(own)
+            for buffer, memory in own:
+                buffer.data = memory
 
-    def _averaged_buffers(self) -> dict[Tensor, Tensor]:
-        """Averages buffers in place; returns what each held before."""
-        own = {b: b.clone() for b in self._module.buffers() if b.is_floating_point()}
-        for buffer in own:
+    def _bind_averaged_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Gives averaged buffers memory of their own; returns each with what it had before."""
+        if not (self._average_buffers and self._ranks.spread):
+            return []
+        own = [(b, b.data) for b in self._module.buffers() if b.is_floating_point()]
+        for buffer, memory in own:
+            buffer.data = memory.clone()
             dist.all_reduce(buffer)
             buffer /= self._ranks.world_size
         return own
@@ -141,8 +191,18 @@ class Tenant:
         if self._arena is not None:
             rows = self._arena.weights
             self._bind(rows.mean(0, keepdim=True) if alone else self._ranks.mean(rows).clone())
-            for parameter in self._parameters.values():
-                parameter.grad = None
+            if not alone:
+                self._bind_averaged_buffers()
+            self.release_gradients()
             self._arena = None
         if self.llama is not None:
             self.llama._compiled_call_impl = None
+
+
+def _llama_of(module: LightningModule) -> Llama | None:
+    """The Llama of a TinyLLM that trains it, and nothing else, with the usual loss."""
+    if not isinstance(module, TinyLLM) or not isinstance(module.model, Llama):
+        return None
+    own_loss = any(is_overridden(m, module, TinyLLM) for m in ("training_step", "token_losses"))
+    others = [name for name, _ in module.named_parameters() if not name.startswith("model.")]
+    return None if own_loss or others else module.model

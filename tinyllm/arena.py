@@ -87,7 +87,9 @@ class ArenaLayout:
                 f"rows hold {flat.shape[-1]} elements; this layout needs {self.row_numel}"
             )
         return {
-            slot.name: flat[..., slot.offset : slot.offset + slot.numel].unflatten(-1, slot.shape)
+            slot.name: flat[..., slot.offset : slot.offset + slot.numel].view(
+                *flat.shape[:-1], *slot.shape
+            )
             for slot in self.slots
         }
 
