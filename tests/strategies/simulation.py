@@ -4,7 +4,7 @@ The simulation is what the update's formulas say and nothing else: N ordinary mo
 ``torch.optim.AdamW`` and a dense matrix product, all in float64.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import ceil, cos, pi
 from pathlib import Path
@@ -17,7 +17,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import disable_possible_user_warnings
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils.data import DataLoader
 
 from tinyllm import LlamaConfig, TinyLLM
 from tinyllm.module import AdamWConfig
@@ -180,6 +179,28 @@ def worker_weights(strategy: ArenaStrategy, module: LightningModule) -> Tensor:
     return torch.cat([view.reshape(len(rows), -1) for view in ordered], dim=1).clone()
 
 
+class Batches:
+    """A loader of given batches whose position goes into checkpoints."""
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        self._given, self._position = list(given), 0
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._position < len(self):
+            self._position += 1
+            yield self._given[self._position - 1]
+        self._position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._position = state["position"] % len(self)
+
+
 def new_trainer(strategy: Any, **options: Any) -> Trainer:
     """A Trainer that does nothing but train, in float64 on the CPU."""
     options = {
@@ -209,7 +230,7 @@ def fit(
     """Trains with a real Trainer and returns what happened at each update."""
     recorder = Recorder()
     trainer = new_trainer(strategy, callbacks=[recorder, *callbacks], **options)
-    trainer.fit(module, DataLoader(list(global_batches), batch_size=None), ckpt_path=ckpt_path)
+    trainer.fit(module, Batches(global_batches), ckpt_path=ckpt_path)
     return recorder.record
 
 

@@ -1,0 +1,80 @@
+"""Runs a function on several ranks: processes with the environment that ``torchrun`` gives them."""
+
+import multiprocessing
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# One process imports everything once, and each rank is a fork of it. That process has started no
+# thread and holds no lock, unlike the one that runs the tests.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["lightning.pytorch", "tinyllm.strategies.registry"])
+
+TIMEOUT_SECONDS = 120
+
+
+class RankError(Exception):
+    """A rank's own exception: its type's name and message."""
+
+
+def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """What ``function(*args)`` returns on each rank, or a :class:`RankError` where it raised.
+
+    Args:
+        function: Of a module that other processes can import.
+        world_size: Number of ranks.
+        args: The same for all ranks.
+
+    Raises:
+        TimeoutError: If a rank hangs.
+    """
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        listener.close()
+        ranks = [
+            _CONTEXT.Process(target=_run, args=(rank, world_size, port, folder, function, args))
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(TIMEOUT_SECONDS)
+        hanging = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+        for process in ranks:
+            process.kill()
+        if hanging:
+            raise TimeoutError(f"ranks {hanging} of {world_size} still run after a long time")
+        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world_size)]
+
+
+def _run(
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="test",
+    )
+    try:
+        result = function(*args)
+    except Exception as error:
+        traceback.print_exc()
+        result = {"error": type(error).__name__, "message": str(error)}
+    torch.save(result, Path(folder) / f"{rank}.pt")
