@@ -57,40 +57,42 @@ CASES = {
 
 
 class Windows(Callback):
-    """Times windows of equal update counts; waits for the device at their edges only."""
+    """Times windows of equal update counts; waits for the device at their edges only.
+
+    The first stretch after warm-up lasts until its seconds are over, and its number of updates is
+    that of every window, which it does not count as.
+    """
 
     def __init__(self) -> None:
-        self.per_window = 0
+        self.updates_per_window: int | None = None
         self.seconds: list[float] = []
-        self._updates = 0
-        self._started = 0.0
         self.first_update_seconds = 0.0
         self._created = time.perf_counter()
+        self._updates = -WARMUP_UPDATES
+        self._started = 0.0
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._updates += 1
-        if self._updates == 1:
-            torch.cuda.synchronize()
-            self.first_update_seconds = time.perf_counter() - self._created
-        if self._updates == WARMUP_UPDATES:
+        if self._updates == 1 - WARMUP_UPDATES:
+            self.first_update_seconds = self._elapsed_since(self._created)
+        elif self._updates == 0:
             self._restart()
-        elif self._updates > WARMUP_UPDATES and not self.per_window:
-            torch.cuda.synchronize()
-            if time.perf_counter() - self._started >= WINDOW_SECONDS:
-                self.per_window = self._updates
+        elif self._updates > 0 and self.updates_per_window is None:
+            if self._elapsed_since(self._started) >= WINDOW_SECONDS:
+                self.updates_per_window = self._updates
                 self._restart()
-        elif self.per_window and self._updates == self.per_window:
-            torch.cuda.synchronize()
-            self.seconds.append(time.perf_counter() - self._started)
+        elif self._updates == self.updates_per_window:
+            self.seconds.append(self._elapsed_since(self._started))
+            trainer.should_stop = len(self.seconds) >= WINDOWS
             self._restart()
-            trainer.should_stop = len(self.seconds) == WINDOWS
+
+    def _elapsed_since(self, start: float) -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
 
     def _restart(self) -> None:
-        torch.cuda.synchronize()
-        self._started, self._updates = (
-            time.perf_counter(),
-            (0 if self.per_window else WARMUP_UPDATES),
-        )
+        self._updates = 0
+        self._started = time.perf_counter()
 
 
 def measure(case: Case, cache: Path, folder: Path) -> dict[str, Any]:
@@ -104,6 +106,8 @@ def measure(case: Case, cache: Path, folder: Path) -> dict[str, Any]:
         precision="bf16-mixed",
         strategy=case.strategy(),
         max_steps=1_000_000,
+        min_epochs=0,
+        limit_val_batches=0,
         gradient_clip_val=1.0,
         log_every_n_steps=10,
         logger=RunLogger(folder),
@@ -114,12 +118,13 @@ def measure(case: Case, cache: Path, folder: Path) -> dict[str, Any]:
     module: LightningModule = TinyLLM(preset=case.preset)
     data = TokenDataModule(str(cache), context=case.context, batch_size=case.rows)
     trainer.fit(module, data)
-    tokens = windows.per_window * case.rows * case.context
+    assert windows.updates_per_window is not None
+    tokens = windows.updates_per_window * case.rows * case.context
     rates = [tokens / seconds for seconds in windows.seconds]
     return {
         "tokens_per_second": statistics.median(rates),
         "windows_tokens_per_second": rates,
-        "updates_per_window": windows.per_window,
+        "updates_per_window": windows.updates_per_window,
         "first_update_seconds": windows.first_update_seconds,
         "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
     }

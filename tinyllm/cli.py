@@ -4,12 +4,16 @@ Nothing heavy is imported until a subcommand runs, so ``tinyllm --help`` answers
 """
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+_DEBUG = "JSONARGPARSE_DEBUG"  # set, the parser raises its errors too
+
 
 def _trainer_command(name: str, args: list[str]) -> None:
+    import tinyllm.strategies.registry  # noqa: F401  (registers the strategies' short names)
     from tinyllm.trainer_cli import run_trainer_command
 
     run_trainer_command(name, args)
@@ -28,7 +32,7 @@ def _function_command(name: str, args: list[str]) -> None:
         args=args,
         prog=f"tinyllm {name}",
         parser_class=HelpfulParser,
-        as_positional=True,
+        as_positional=name == "topology",
     )
 
 
@@ -88,7 +92,7 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Without the program's name; None takes those of this process.
 
     Raises:
-        SystemExit: 2 for unusable arguments, 130 and 143 when stopped by a signal.
+        SystemExit: 2 for unusable arguments, 1 for any other error, 143 when stopped by SIGTERM.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -107,4 +111,12 @@ def main(args: Sequence[str] | None = None) -> None:
             f"tinyllm: error: {name!r} is not a command; {hint}choose from {', '.join(COMMANDS)}\n"
         )
         raise SystemExit(2)
-    COMMANDS[name].run(name, rest)
+    try:
+        COMMANDS[name].run(name, rest)
+    except (OSError, RuntimeError, ValueError) as error:
+        if os.environ.get(_DEBUG):
+            raise
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        sys.stderr.write(f"tinyllm {name}: error: {kind}{error}\n")
+        sys.stderr.write(f"(set {_DEBUG}=1 to see where it was raised)\n")
+        raise SystemExit(1) from None

@@ -38,7 +38,7 @@ def split_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weightᵀ`` for each worker: ``[W, M, I]`` and ``[W, O, I]`` give ``[W, M, O]``."""
     if weight.shape[0] == 1:  # a plain GEMM has better kernels than a batch of one
-        return F.linear(x[0], weight[0])[None]
+        return F.linear(x.squeeze(0), weight.squeeze(0)).unsqueeze(0)
     return torch.bmm(x, weight.transpose(1, 2))
 
 
@@ -114,9 +114,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """``[W, B·T, C]`` in and out; ``batch`` is B."""
         workers, _, width = x_WMC.shape
-        qkv = linear(x_WMC, self.qkv_proj.weight)
-        qkv = qkv.view(workers * batch, -1, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [W·B, H, T, K]
+        q, k, v = (
+            x.view(workers * batch, -1, self.heads, width // self.heads).transpose(1, 2)
+            for x in linear(x_WMC, self.qkv_proj.weight).chunk(3, dim=-1)
+        )  # each [W·B, H, T, K]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         causal = cache is None or self.index not in cache.layers
         if cache is not None:

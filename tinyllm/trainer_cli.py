@@ -1,7 +1,9 @@
 """LightningCLI for this library: defaults, precedence of values, exit codes."""
 
 import argparse
+import logging
 import sys
+import warnings
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from typing_extensions import override
 
-import tinyllm.strategies.registry  # noqa: F401  (registers short names)
 from tinyllm.cli_errors import HelpfulLightningParser, known_classes, nearest
 from tinyllm.data.module import TokenDataModule
 from tinyllm.logger import RunLogger
@@ -54,7 +55,7 @@ class TinyLLMCLI(LightningCLI):
                 "checkpoint.save_on_exception": True,
                 "best_checkpoint.monitor": "validation/loss",
                 "best_checkpoint.filename": "best",
-                "trainer.strategy": "sync",
+                "trainer.strategy": {"class_path": "tinyllm.strategies.SyncStrategy"},
                 "trainer.default_root_dir": "runs/default",
                 "trainer.log_every_n_steps": 10,
                 **{f"model.{name}": value for name, value in self._checkpoint_model.items()},
@@ -117,6 +118,14 @@ def _checkpoint_model(args: list[str]) -> dict[str, Any]:
     return dict(checkpoint.get("hyper_parameters", {}))
 
 
+def _quiet() -> None:
+    """Keeps an advertisement and what a user can do nothing about out of the output."""
+    warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)")
+    warnings.filterwarnings("ignore", r"Precision .* is not supported by the model summary")
+    messages = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    messages.addFilter(lambda record: "litlogger" not in record.getMessage())
+
+
 def run_trainer_command(name: str, args: list[str]) -> None:
     """Runs ``fit``, ``validate``, ``test`` or ``predict``.
 
@@ -124,11 +133,14 @@ def run_trainer_command(name: str, args: list[str]) -> None:
         SystemExit: 2 for unusable arguments, 143 when stopped by SIGTERM.
     """
     given = sys.argv
+    _quiet()
     # LightningCLI reads the process's arguments
     sys.argv = [given[0], name, *_configs_first(args)]
     try:
         TinyLLMCLI(_checkpoint_model(args))
     except SIGTERMException:
         raise SystemExit(143) from None
+    except MisconfigurationException as error:
+        raise ValueError(str(error)) from error
     finally:
         sys.argv = given

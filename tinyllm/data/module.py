@@ -76,8 +76,14 @@ class TokenDataModule(lightning.LightningDataModule):
         self._restored_position = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The training loader's position, for the checkpoint."""
-        return {} if self._train_loader is None else {"train": self._train_loader.state_dict()}
+        """The training loader's position and the tokenizer, for the checkpoint."""
+        has_tokenizer = self.cache.manifest.tokenizer.file is not None
+        state: dict[str, Any] = {
+            "tokenizer": self.tokenizer().to_state() if has_tokenizer else None
+        }
+        if self._train_loader is not None:
+            state["train"] = self._train_loader.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position.
@@ -85,6 +91,8 @@ class TokenDataModule(lightning.LightningDataModule):
         Lightning restores the loader by itself too, but not when something asked for the number
         of steps, as learning-rate schedules do, and so made the loader before the restore.
         """
+        if "train" not in state:
+            return
         if self._train_loader is None:
             self._restored_position = state["train"]
         else:

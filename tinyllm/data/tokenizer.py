@@ -5,9 +5,10 @@ tokens spelled out in a text stay text. The boundary between documents is added 
 the cache is written.
 """
 
+import base64
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -144,6 +145,17 @@ class Tokenizer:
         )
         impl.train_from_iterator(texts, trainer)
         return cls("tokenizers", impl.to_str(pretty=True).encode(), None, "the trained tokenizer")
+
+    def to_state(self) -> dict[str, str | int]:
+        """The whole tokenizer in plain values, so that a checkpoint can carry it."""
+        file = base64.b64encode(self._data).decode("ascii")
+        return {"kind": self.kind, "boundary_id": self.boundary_id, "file": file}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Tokenizer":
+        """The tokenizer that :meth:`to_state` described."""
+        data = base64.b64decode(state["file"], validate=True)
+        return cls(state["kind"], data, state["boundary_id"], "the checkpoint's tokenizer")
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text: uint32 arrays of shape [tokens], without any boundary."""
