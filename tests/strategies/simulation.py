@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import disable_possible_user_warnings
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import DataLoader
 
 from tinyllm import LlamaConfig, TinyLLM
 from tinyllm.module import AdamWConfig
@@ -38,7 +39,7 @@ disable_possible_user_warnings()
 def tiny(
     optimizer: AdamWConfig = OPTIMIZER, schedule: Any = SCHEDULE, seed: int = 1, **kwargs: Any
 ) -> TinyLLM:
-    """A model of 1,016 parameters."""
+    """A model of 912 parameters."""
     torch.manual_seed(seed)
     return TinyLLM(config=CONFIG, optimizer=optimizer, schedule=schedule, **kwargs)
 
@@ -224,13 +225,15 @@ def fit(
     global_batches: Sequence[Any],
     *,
     callbacks: Sequence[Callback] = (),
+    val_batches: Sequence[Any] | None = None,
     ckpt_path: str | Path | None = None,
     **options: Any,
 ) -> Record:
     """Trains with a real Trainer and returns what happened at each update."""
     recorder = Recorder()
     trainer = new_trainer(strategy, callbacks=[recorder, *callbacks], **options)
-    trainer.fit(module, Batches(global_batches), ckpt_path=ckpt_path)
+    validation = None if val_batches is None else DataLoader(list(val_batches), batch_size=None)
+    trainer.fit(module, Batches(global_batches), validation, ckpt_path=ckpt_path)
     return recorder.record
 
 
