@@ -5,7 +5,6 @@ against.
 """
 
 import warnings
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -36,10 +35,6 @@ ATTENTION_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-
-
-# rows of an arena are apart by D elements, which autograd's advice on gradient strides is not about
-warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
 
 
 class NativeEngine:
