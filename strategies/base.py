@@ -167,12 +167,13 @@ class ArenaStrategy(ProcessStrategy):
     # --- an update --------------------------------------------------------------------------
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor | dict[str, Any]:
         self.update_metrics = None
         loss = self.engine.accumulate(*args, **kwargs)
         # Lightning calls zero_grad after this, which must not reach what has been accumulated
         self._own_tenant.release_gradients()
-        return loss
+        extras = self._own_tenant.extras
+        return {"loss": loss, **extras} if extras else loss
 
     @override
     def backward(

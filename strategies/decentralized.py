@@ -123,7 +123,7 @@ class DecentralizedStrategy(ArenaStrategy):
         return mixed(self.topology.matrix(update), self.gamma(update))
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor | dict[str, Any]:
         # the peers' weights travel while this rank computes its gradient
         if self._scheme == "awc" and self.ranks.spread and not self.engine.pending:
             assert self._gossip is not None

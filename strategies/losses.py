@@ -32,12 +32,20 @@ def llama_losses(model: Llama, workers: int, micro_batch_size: int | None) -> Lo
     return losses
 
 
-def module_losses(module: LightningModule) -> LossSums:
-    """Losses of any LightningModule's own ``training_step``, each batch weighted alike."""
+def module_losses(module: LightningModule, extras: dict[str, Any]) -> LossSums:
+    """Losses of any LightningModule's own ``training_step``, each batch weighted alike.
+
+    Args:
+        module: Its loss is differentiated.
+        extras: Filled with what else a step returns, which is meant for hooks.
+    """
 
     def losses(*batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        output = module.training_step(*batch)
-        loss = output["loss"] if isinstance(output, dict) else output
+        loss = module.training_step(*batch)
+        extras.clear()
+        if isinstance(loss, dict):
+            extras.update(loss)
+            loss = extras.pop("loss", None)
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"training_step returned {type(loss).__name__}; this strategy needs a loss tensor "

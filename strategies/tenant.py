@@ -33,6 +33,7 @@ class Tenant:
     Attributes:
         slots_in_optimizer: For each slot of the arena, which of the optimizer's parameters it is;
             frozen ones have no slot.
+        extras: What a module's own ``training_step`` last returned beside its loss.
 
     Raises:
         MisconfigurationException: If several workers are to be packed and the module cannot.
@@ -52,6 +53,7 @@ class Tenant:
                 "as many ranks as workers"
             )
         self.slots_in_optimizer: tuple[int, ...] = ()
+        self.extras: dict[str, Any] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._arena: Arena | None = None
         self._average_bound = False
@@ -143,7 +145,7 @@ class Tenant:
                 f"micro_batch_size is {micro_batch_size}, but {type(self._module).__name__} has a "
                 "training_step of its own; use trainer.accumulate_grad_batches"
             )
-        return module_losses(self._module)
+        return module_losses(self._module, self.extras)
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that a state dict holds; each rank has its own."""

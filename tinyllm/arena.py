@@ -88,7 +88,7 @@ class ArenaLayout:
             )
         return {
             slot.name: flat[..., slot.offset : slot.offset + slot.numel].view(
-                *flat.shape[:-1], *slot.shape
+                (*flat.shape[:-1], *slot.shape)
             )
             for slot in self.slots
         }

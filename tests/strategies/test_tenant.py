@@ -1,0 +1,196 @@
+"""Other LightningModules, and TinyLLMs with a loss of their own, as tenants of an arena."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from classifier import UPDATES, Classifier, classifier, examples, simulate
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from simulation import (
+    OPTIMIZER,
+    SCHEDULE,
+    Batches,
+    batches,
+    fit,
+    largest_difference,
+    new_trainer,
+    tiny,
+)
+from torch import Tensor, nn
+
+from tinyllm import TinyLLM
+from tinyllm.strategies import DecentralizedStrategy, SyncStrategy
+from tinyllm.strategies.base import ArenaStrategy
+
+
+def strategies() -> list[ArenaStrategy]:
+    return [SyncStrategy(compile=False), DecentralizedStrategy(1, compile=False)]
+
+
+@pytest.mark.parametrize("strategy", strategies(), ids=["sync", "decentralized"])
+def test_trains_any_module_as_plain_pytorch_does(strategy: ArenaStrategy) -> None:
+    module, given = classifier(), examples(5)
+    trainer = new_trainer(strategy, max_steps=UPDATES, gradient_clip_val=0.5)
+    trainer.fit(module, Batches(given))
+    (expected,) = simulate([[b] for b in given], [torch.eye(1).double()] * UPDATES, clip=0.5)
+    for (name, value), want in zip(
+        module.state_dict().items(), expected.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(value, want, rtol=0, atol=1e-12, msg=name)
+    assert torch.equal(module.frozen.weight, classifier().double().frozen.weight)
+    assert trainer.callback_metrics["train/loss"].item() > 0
+
+
+def test_a_module_resumes_bit_for_bit(tmp_path: Path) -> None:
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    whole, resumed = classifier(), classifier(seed=2)
+    resumed.frozen.load_state_dict(whole.frozen.state_dict())
+    trainer = new_trainer(SyncStrategy(compile=False), max_steps=UPDATES, callbacks=[Save()])
+    trainer.fit(whole, Batches(examples(5)))
+    trainer = new_trainer(SyncStrategy(compile=False), max_steps=UPDATES)
+    trainer.fit(resumed, Batches(examples(5)), ckpt_path=tmp_path / "saved.ckpt")
+    for one, other in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_modules_outputs_reach_its_hooks() -> None:
+    class Watching(Classifier):
+        hits: list[int]
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.hits.append(int(outputs["hits"]))
+
+    module = Watching()
+    module.hits = []
+    trainer = new_trainer(SyncStrategy(compile=False), max_steps=UPDATES)
+    trainer.fit(module, Batches(examples(5)))
+    assert len(module.hits) == UPDATES
+
+
+def test_a_module_cannot_be_packed() -> None:
+    trainer = new_trainer(DecentralizedStrategy(2, compile=False), max_steps=UPDATES)
+    with pytest.raises(MisconfigurationException, match="2 workers cannot be packed on one rank"):
+        trainer.fit(classifier(), Batches(examples(4)))
+
+
+def test_a_modules_batches_cannot_be_split() -> None:
+    strategy = SyncStrategy(compile=False, micro_batch_size=2)
+    trainer = new_trainer(strategy, max_steps=UPDATES)
+    with pytest.raises(MisconfigurationException, match=r"use trainer\.accumulate_grad"):
+        trainer.fit(classifier(), Batches(examples(4)))
+
+
+def test_a_step_without_a_loss_is_refused() -> None:
+    class Skipping(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+    trainer = new_trainer(SyncStrategy(compile=False), max_steps=UPDATES)
+    with pytest.raises(TypeError, match="training_step returned NoneType; this strategy needs"):
+        trainer.fit(Skipping(), Batches(examples(4)))
+
+
+def test_parameters_of_several_dtypes_are_refused() -> None:
+    class Mixed(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(16, 3, dtype=torch.bfloat16)
+
+    trainer = new_trainer(SyncStrategy(compile=False), precision="32-true")
+    with pytest.raises(MisconfigurationException, match=r"torch\.bfloat16, torch\.float32"):
+        trainer.fit(Mixed(), Batches(examples(4)))
+
+
+class OwnStep(TinyLLM):
+    """Adds a penalty to the usual loss, in training_step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        penalty = sum(p.square().sum() for p in self.parameters())
+        return super().training_step(batch, batch_idx) + 0.1 * penalty
+
+
+class OwnLoss(TinyLLM):
+    """Counts every target's loss twice."""
+
+    def token_losses(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        nll, targets = super().token_losses(rows)
+        return 2 * nll, targets
+
+
+class OwnParameter(TinyLLM):
+    """Learns a temperature on top."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def token_losses(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        nll, targets = super().token_losses(rows)
+        return nll * self.temperature, targets
+
+    def configure_optimizers(self) -> Any:
+        configured: Any = super().configure_optimizers()
+        configured["optimizer"].param_groups[1]["params"].append(self.temperature)
+        return configured
+
+
+SUBCLASSES = (OwnStep, OwnLoss, OwnParameter)
+
+
+def make(kind: type[TinyLLM]) -> TinyLLM:
+    module = kind(config=tiny().config, optimizer=OPTIMIZER, schedule=SCHEDULE)
+    module.load_state_dict(tiny().state_dict(), strict=False)
+    return module
+
+
+@pytest.mark.parametrize("kind", SUBCLASSES)
+def test_a_subclass_trains_on_its_own_loss(kind: type[TinyLLM]) -> None:
+    rows = batches(1)
+    model = make(kind).double()
+    model.log = lambda *_, **__: None  # type: ignore[method-assign, assignment]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for n, p in model.named_parameters() if p.ndim > 2]},
+            {"params": [p for n, p in model.named_parameters() if p.ndim <= 2], "weight_decay": 0},
+        ],
+        lr=OPTIMIZER.lr,
+        betas=OPTIMIZER.betas,
+        eps=OPTIMIZER.eps,
+        weight_decay=OPTIMIZER.weight_decay,
+    )
+    model.training_step(rows[0], 0).backward()
+    optimizer.step()
+    # a run of one update has warmed up with it
+    record = fit(make(kind), SyncStrategy(compile=False), rows, max_steps=1)
+    assert record.rates == [OPTIMIZER.lr]
+    flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.testing.assert_close(record.weights[0][0], flat, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", SUBCLASSES)
+def test_a_subclass_with_its_own_loss_cannot_be_packed(kind: type[TinyLLM]) -> None:
+    with pytest.raises(MisconfigurationException, match=f"{kind.__name__} is not a TinyLLM with"):
+        fit(make(kind), DecentralizedStrategy(2, compile=False), batches(2))
+
+
+def test_a_subclass_with_the_usual_loss_is_packed() -> None:
+    class Named(TinyLLM):
+        def on_train_epoch_start(self) -> None:
+            assert self.model.workers == 2
+
+    plain = fit(tiny(), DecentralizedStrategy(2, compile=False), batches(2))
+    named = fit(make(Named), DecentralizedStrategy(2, compile=False), batches(2))
+    assert largest_difference(plain, named) == 0
+
+
+def test_a_frozen_part_of_a_packed_model_is_refused() -> None:
+    module = tiny()
+    module.model.norm.requires_grad_(False)
+    with pytest.raises(MisconfigurationException, match=r"model\.norm\.weight is frozen or not"):
+        fit(module, DecentralizedStrategy(2, compile=False), batches(2))
