@@ -19,27 +19,33 @@ _CONTEXT.set_forkserver_preload(["lightning.pytorch", "tinyllm.strategies.regist
 TIMEOUT_SECONDS = 120
 
 
-class RankError(Exception):
-    """A rank's own exception: its type's name and message."""
+class RanksError(Exception):
+    """What the ranks raised, one line each; an empty one where a rank returned."""
 
 
-def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """What ``function(*args)`` returns on each rank, or a :class:`RankError` where it raised.
+def run_on_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any
+) -> list[Any]:
+    """What a function returns on each rank.
 
     Args:
         function: Of a module that other processes can import.
         world_size: Number of ranks.
         args: The same for all ranks.
+        kwargs: The same for all ranks.
 
     Raises:
-        TimeoutError: If a rank hangs.
+        RanksError: If any rank raised.
+        TimeoutError: If any rank hangs.
     """
     with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         listener.close()
         ranks = [
-            _CONTEXT.Process(target=_run, args=(rank, world_size, port, folder, function, args))
+            _CONTEXT.Process(
+                target=_run, args=(rank, world_size, port, folder, function, args, kwargs)
+            )
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -51,7 +57,10 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> l
             process.kill()
         if hanging:
             raise TimeoutError(f"ranks {hanging} of {world_size} still run after a long time")
-        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world_size)]
+        results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world_size)]
+    if any(error for error, _ in results):
+        raise RanksError("\n".join(error for error, _ in results))
+    return [result for _, result in results]
 
 
 def _run(
@@ -61,6 +70,7 @@ def _run(
     folder: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -72,9 +82,10 @@ def _run(
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="test",
     )
+    error, result = "", None
     try:
-        result = function(*args)
-    except Exception as error:
+        result = function(*args, **kwargs)
+    except BaseException as raised:
         traceback.print_exc()
-        result = {"error": type(error).__name__, "message": str(error)}
-    torch.save(result, Path(folder) / f"{rank}.pt")
+        error = f"{type(raised).__name__}: {raised}"
+    torch.save((error, result), Path(folder) / f"{rank}.pt")

@@ -165,8 +165,13 @@ class Recorder(Callback):
             return
         record = self.record
         record.weights.append(worker_weights(strategy, module))
-        record.losses.append(metrics.loss.clone())
-        record.grad_norms.append(metrics.grad_norm.clone())
+        ranks = strategy.ranks
+        for values, own in (
+            (record.losses, metrics.loss),
+            (record.grad_norms, metrics.grad_norm),
+        ):
+            # between log points there are only this rank's
+            values.append(own.clone() if len(own) == ranks.num_workers else ranks.gather(own))
         record.gammas.append(metrics.gamma)
         record.rates.append(metrics.learning_rate)
 
