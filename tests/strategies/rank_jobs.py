@@ -88,7 +88,7 @@ class Poison(Callback):
 
 
 class SaveAfterBatch(Callback):
-    """Saves a checkpoint after so many batches of the first epoch, wherever that is in an update."""
+    """Saves a checkpoint after so many batches of the first epoch."""
 
     def __init__(self, batch: int, path: str) -> None:
         self._batch, self._path = batch, path
@@ -141,7 +141,6 @@ def train(
             )
         )
         options |= {"enable_checkpointing": True}
-    options = {"log_every_n_steps": 4} | options
     common: dict[str, Any] = {"compile": False, "micro_batch_size": micro_batch_size}
     strategy: Any = (
         SyncStrategy(**common)

@@ -78,7 +78,7 @@ class Record:
     weights: list[Tensor] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     grad_norms: list[Tensor] = field(default_factory=list)
-    gammas: list[float | None] = field(default_factory=list)
+    gammas: list[float | None] = field(default_factory=list)  # None between log points
     rates: list[float] = field(default_factory=list)
 
 
@@ -110,6 +110,7 @@ def simulate(
             )
         )
     rates = rates or learning_rates(len(global_batches))
+    weights = [list(model.parameters()) for model in models]
     record = Record()
     for t, rows in enumerate(global_batches):
         g = 1.0 if gamma is None else gamma[t]
@@ -124,16 +125,16 @@ def simulate(
             (loss / scored).backward()
             losses.append((loss / scored).detach())
             limit = float("inf") if clip is None else clip
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
+            norms.append(torch.nn.utils.clip_grad_norm_(weights[i], limit))
             for group in optimizer.param_groups:
                 group["lr"] = rates[t]
         if scheme == "awc":
-            _mix(models, W)
+            _mix(weights, W)
         for optimizer in optimizers:
             optimizer.step()
         if scheme == "atc":
-            _mix(models, W)
-        record.weights.append(_stack(models))
+            _mix(weights, W)
+        record.weights.append(_stack(weights))
         record.losses.append(torch.stack(losses))
         record.grad_norms.append(torch.stack(norms))
         record.gammas.append(g)
@@ -141,14 +142,13 @@ def simulate(
     return record
 
 
-def _stack(models: Sequence[TinyLLM]) -> Tensor:
-    return torch.stack([parameters_to_vector(m.parameters()).detach() for m in models])
+def _stack(weights: Sequence[Sequence[Tensor]]) -> Tensor:
+    return torch.stack([parameters_to_vector(own).detach() for own in weights])
 
 
-def _mix(models: Sequence[TinyLLM], W: Tensor) -> None:
-    mixed = W @ _stack(models)
-    for model, row in zip(models, mixed, strict=True):
-        vector_to_parameters(row, model.parameters())
+def _mix(weights: Sequence[Sequence[Tensor]], W: Tensor) -> None:
+    for own, row in zip(weights, W @ _stack(weights), strict=True):
+        vector_to_parameters(row, own)
 
 
 class Recorder(Callback):
@@ -218,7 +218,7 @@ def new_trainer(strategy: Any, **options: Any) -> Trainer:
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "log_every_n_steps": 1,
+        "log_every_n_steps": 4,
         "limit_val_batches": 0,
     } | options
     return Trainer(strategy=strategy, **options)

@@ -94,13 +94,12 @@ def gammas_at_log_points(strategy: dict[str, Any]) -> list[float]:
     return gammas(learning_rates(), 0.3, 0.5)[3::4]
 
 
-@pytest.mark.parametrize("path", [(4, 2, 1), (1, 4)], ids=str)
 def test_a_checkpoint_resumes_in_another_layout(
-    tmp_path: Path, cache: str, on_one_rank: tuple[dict[str, Any], Any], path: tuple[int, ...]
+    tmp_path: Path, cache: str, on_one_rank: tuple[dict[str, Any], Any]
 ) -> None:
     strategy, expected = on_one_rank
     resume: str | None = None
-    for saving, resuming in pairwise(path):
+    for saving, resuming in pairwise((4, 2, 1) if strategy == AWC else (1, 4)):
         batch = 3 if resume is None else 6
         saved = str(tmp_path / f"{saving}.ckpt")
         options: dict[str, Any] = {"gradient_clip_val": 0.5}
@@ -118,14 +117,15 @@ def test_sums_of_half_an_update_resume_in_another_layout(tmp_path: Path, cache: 
     expected = train(2, cache, strategy, save=(5, saved), **options)
     assert "pending" in torch.load(saved, weights_only=True)["optimizer_states"][0]
     assert_same(train(1, cache, strategy, resume=saved, **options), expected)
-    assert_same(train(4, cache, strategy, resume=saved, **options), expected)
 
 
 # --- sync -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [16, 9])  # 9 rows are dealt out as 5 and 4
-@pytest.mark.parametrize("micro_batch_size", [None, 3])
+@pytest.mark.parametrize(
+    ("batch_size", "micro_batch_size"),
+    [(16, None), (9, 3)],  # 9 rows are dealt out as 5 and 4; the last batch of an epoch is partial
+)
 def test_sync_training_is_the_same_on_two_ranks(
     cache: str, batch_size: int, micro_batch_size: int | None
 ) -> None:

@@ -76,11 +76,12 @@ def test_resumes_bit_for_bit(tmp_path: Path, name: str) -> None:
     path = tmp_path / "saved.ckpt"
     strategy, workers = STRATEGIES[name]
     rows, saving = batches(workers), SaveAfterBatch(5, path)
-    uninterrupted = fit(tiny(), strategy(), rows, callbacks=[saving], gradient_clip_val=0.5)
-    resumed = fit(tiny(seed=99), strategy(), rows, ckpt_path=path, gradient_clip_val=0.5)
+    options: dict[str, Any] = {"gradient_clip_val": 0.5, "log_every_n_steps": 1}
+    uninterrupted = fit(tiny(), strategy(), rows, callbacks=[saving], **options)
+    resumed = fit(tiny(seed=99), strategy(), rows, ckpt_path=path, **options)
     assert len(resumed.losses) == UPDATES - 5
     assert_same(resumed, uninterrupted)
-    if name in ("awc", "atc"):
+    if workers > 1:
         assert resumed.gammas == pytest.approx(gammas(learning_rates(), 0.25, 1.0)[5:])
 
 
