@@ -66,6 +66,14 @@ class Ranks:
         dist.all_gather(list(gathered.chunk(self.world_size)), rows.contiguous())
         return gathered
 
+    def stack(self, own: Tensor) -> Tensor:
+        """A tensor of each rank ``[…]`` as ``[world_size, …]``, on every rank."""
+        if self.world_size == 1:
+            return own[None]
+        stacked = own.new_empty(self.world_size, *own.shape)
+        dist.all_gather(list(stacked.unbind()), own.contiguous())
+        return stacked
+
     def mean(self, rows: Tensor) -> Tensor:
         """Mean ``[1, …]`` over all N workers of ``[W, …]``, on every rank."""
         if self.num_workers == 1:

@@ -4,7 +4,8 @@ Every tensor has a leading worker axis ``[N, …]``, so for one worker a checkpo
 ``torch.optim.AdamW`` writes and reads; with more workers each entry also keeps their weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from tinyllm.arena import Slot
 from tinyllm.strategies.engine import Engine, Ranks
 from tinyllm.strategies.tenant import Tenant
 
+_Generator = tuple[Callable[[], Tensor], Callable[[Tensor], None]]
+
 
 class EngineState:
-    """Brings the rows of all ranks together for a checkpoint, and deals them out again.
+    """Brings the state of all ranks together for a checkpoint, and deals it out again.
 
     Args:
         engine: Whose state it is.
@@ -74,6 +77,11 @@ class EngineState:
             }
         if buffers := self._buffers():
             state["buffers"] = {name: self._ranks.gather(own) for name, own in buffers.items()}
+        device = engine.arena.weights.device  # the one on which ranks can exchange
+        state["rng"] = {
+            name: self._ranks.stack(get().to(device)).cpu()
+            for name, (get, _) in self._generators().items()
+        }
         return state
 
     @torch.no_grad()
@@ -105,7 +113,22 @@ class EngineState:
         for name, buffer in self._buffers().items():
             if name in state.get("buffers", {}):
                 buffer.copy_(self._share(state["buffers"][name], rank, sums=False))
+        for name, (_, put) in self._generators().items():
+            saved = state.get("rng", {}).get(name, ())
+            if len(saved) == self._ranks.world_size:  # another layout has other generators
+                put(saved[rank].clone())
         engine.updates = int(entries[in_optimizer[0]]["step"])
+
+    def _generators(self) -> dict[str, _Generator]:
+        """How to read and set this rank's random generators."""
+        device = self._engine.arena.weights.device
+        generators: dict[str, _Generator] = {"cpu": (torch.get_rng_state, torch.set_rng_state)}
+        if device.type == "cuda":
+            generators["cuda"] = (
+                partial(torch.cuda.get_rng_state, device),
+                partial(torch.cuda.set_rng_state, device=device),
+            )
+        return generators
 
     def _collect(self, rows: Tensor, sums: bool) -> Tensor:
         """Rows ``[N, …]``; ``sums`` are of the part of a batch that each rank has seen."""

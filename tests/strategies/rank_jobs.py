@@ -16,15 +16,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tinyllm import TokenDataModule
+from tinyllm.model import Llama
 from tinyllm.strategies import DecentralizedStrategy, SyncStrategy
 from tinyllm.strategies.gossip import Gossip
+from tinyllm.strategies.native import NativeEngine
 from tinyllm.strategies.topology import make_topology
 
 # --- Gossip by itself -----------------------------------------------------------------------------
 
 
 def _join(world_size: int) -> int:
-    rank = int(os.environ["RANK"])
+    rank = int(os.environ["RANK"])  # as torchrun tells it
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     return rank
 
@@ -149,7 +151,7 @@ def train(
     )
     trainer = new_trainer(
         strategy,
-        devices=devices or int(os.environ["WORLD_SIZE"]),
+        devices=devices or int(os.environ["LOCAL_WORLD_SIZE"]),
         callbacks=callbacks,
         **options,
     )
@@ -164,6 +166,25 @@ def train(
         "gammas": record.gammas,
         "logged": {k: float(v) for k, v in trainer.callback_metrics.items()},
     }
+
+
+def order_of_events(cache: str, scheme: str) -> list[str]:
+    """What happens during an update on this rank, in order."""
+    events: list[str] = []
+
+    def noting(event: str, function: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            events.append(event)
+            return function(*args, **kwargs)
+
+        return noted
+
+    Gossip.start = noting("exchange", Gossip.start)  # type: ignore[method-assign]
+    Llama.forward = noting("forward", Llama.forward)  # type: ignore[method-assign]
+    Gossip.combine = noting("combine", Gossip.combine)  # type: ignore[method-assign]
+    NativeEngine._adapt = noting("adapt", NativeEngine._adapt)  # type: ignore[method-assign]
+    train(cache, {"workers": 4, "scheme": scheme}, micro_batch_size=2, max_steps=1)
+    return events
 
 
 class Examples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks: processes with the environment that ``torchrun`` gives them."""
+"""Runs a function on several ranks: processes with the environment that a launcher gives them."""
 
 import multiprocessing
 import os
@@ -7,7 +7,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,7 +24,12 @@ class RanksError(Exception):
 
 
 def run_on_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    launcher: Literal["torchrun", "slurm"] = "torchrun",
+    nodes: int = 1,
+    **kwargs: Any,
 ) -> list[Any]:
     """What a function returns on each rank.
 
@@ -32,6 +37,8 @@ def run_on_ranks(
         function: Of a module that other processes can import.
         world_size: Number of ranks.
         args: The same for all ranks.
+        launcher: Whose environment they find.
+        nodes: On how many nodes they believe to be.
         kwargs: The same for all ranks.
 
     Raises:
@@ -42,9 +49,15 @@ def run_on_ranks(
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         listener.close()
+        describe = {"torchrun": _torchrun, "slurm": _slurm}[launcher]
+
+        def environment(rank: int) -> dict[str, str]:
+            variables = describe(rank, world_size, world_size // nodes)
+            return variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
         ranks = [
             _CONTEXT.Process(
-                target=_run, args=(rank, world_size, port, folder, function, args, kwargs)
+                target=_run, args=(environment(rank), f"{folder}/{rank}.pt", function, args, kwargs)
             )
             for rank in range(world_size)
         ]
@@ -63,29 +76,43 @@ def run_on_ranks(
     return [result for _, result in results]
 
 
+def _torchrun(rank: int, world_size: int, per_node: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % per_node),
+        "GROUP_RANK": str(rank // per_node),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+
+
+def _slurm(rank: int, world_size: int, per_node: int) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NAME": "test",
+        "SLURM_NODELIST": "node",
+        "SLURM_NTASKS": str(world_size),
+        "SLURM_NTASKS_PER_NODE": str(per_node),
+        "SLURM_NNODES": str(world_size // per_node),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank % per_node),
+        "SLURM_NODEID": str(rank // per_node),
+    }
+
+
 def _run(
-    rank: int,
-    world_size: int,
-    port: int,
-    folder: str,
+    environment: dict[str, str],
+    path: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        GROUP_RANK="0",
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="test",
-    )
+    os.environ.update(environment)
     error, result = "", None
     try:
         result = function(*args, **kwargs)
     except BaseException as raised:
         traceback.print_exc()
         error = f"{type(raised).__name__}: {raised}"
-    torch.save((error, result), Path(folder) / f"{rank}.pt")
+    torch.save((error, result), path)

@@ -119,6 +119,17 @@ def test_sums_of_half_an_update_resume_in_another_layout(tmp_path: Path, cache: 
     assert_same(train(1, cache, strategy, resume=saved, **options), expected)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "events"),
+    [
+        ("awc", ["exchange", "forward", "forward", "combine", "adapt"]),
+        ("atc", ["forward", "forward", "adapt", "combine", "exchange"]),
+    ],
+)
+def test_awc_exchanges_while_it_computes(cache: str, scheme: str, events: list[str]) -> None:
+    assert run_on_ranks(rank_jobs.order_of_events, 2, cache, scheme) == [events, events]
+
+
 # --- sync -----------------------------------------------------------------------------------------
 
 
@@ -196,7 +207,29 @@ def test_workers_that_do_not_divide_among_the_ranks_are_refused(cache: str) -> N
         assert line.startswith("MisconfigurationException: 3 workers cannot be placed evenly on 2")
 
 
-# --- Lightning's own launcher ---------------------------------------------------------------------
+# --- launchers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("launcher", "nodes"), [("torchrun", 2), ("slurm", 1), ("slurm", 2)], ids=str
+)
+def test_finds_its_place_under_a_launcher(cache: str, launcher: Any, nodes: int) -> None:
+    strategy = {"workers": 4, "topology": "ring"}
+    ranks = 2 * nodes
+    results = run_on_ranks(
+        rank_jobs.train,
+        ranks,
+        cache,
+        strategy,
+        devices=2,
+        num_nodes=nodes,
+        launcher=launcher,
+        nodes=nodes,
+        max_steps=2,
+    )
+    expected = train(1, cache, strategy, max_steps=2)
+    for result in results:
+        assert_same(result, expected)
 
 
 def test_lightnings_launcher_starts_the_ranks(tmp_path: Path, cache: str) -> None:
