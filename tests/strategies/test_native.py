@@ -120,8 +120,9 @@ BAD_UPDATE, BAD_WORKER = 5, 2
 
 
 def poison_gradient(update: int, arena: Any) -> None:
-    if update == BAD_UPDATE:
-        arena.gradients[BAD_WORKER, 3] = float("inf")
+    """From the bad update on; at later ones, more workers fail."""
+    if update >= BAD_UPDATE:
+        arena.gradients[BAD_WORKER : BAD_WORKER + 1 + update - BAD_UPDATE, 3] = float("inf")
 
 
 class PoisonWeight(Callback):
@@ -189,21 +190,29 @@ def test_sync_training_fails_in_the_same_way() -> None:
         fit(tiny(), SyncStrategy(compile=False), batches(1), callbacks=[BeforeUpdate(poison)])
 
 
-def check_only_at_log_points(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def like_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU every update is checked; a device is asked at log points only."""
+    check, step = ArenaStrategy._check_for_failure, ArenaStrategy.optimizer_step
+    within: list[ArenaStrategy] = []
 
-    def check(self: ArenaStrategy) -> None:
-        if self._trainer._logger_connector.should_update_logs:
-            original(self)
+    def optimizer_step(self: ArenaStrategy, *args: Any, **kwargs: Any) -> Any:
+        within.append(self)
+        try:
+            return step(self, *args, **kwargs)
+        finally:
+            within.pop()
 
-    original = ArenaStrategy._check_for_failure
-    monkeypatch.setattr(ArenaStrategy, "_check_for_failure", check)
+    def check_for_failure(self: ArenaStrategy) -> None:
+        if not within or self._trainer._logger_connector.should_update_logs:
+            check(self)
+
+    monkeypatch.setattr(ArenaStrategy, "optimizer_step", optimizer_step)
+    monkeypatch.setattr(ArenaStrategy, "_check_for_failure", check_for_failure)
 
 
-def test_between_log_points_a_failed_run_goes_on_without_changing_anything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    check_only_at_log_points(monkeypatch)
+@pytest.mark.usefixtures("like_a_device")
+def test_between_log_points_a_failed_run_goes_on_without_changing_anything() -> None:
     good = LastGood()
     recorder = Recorder()
     callbacks = [BeforeUpdate(poison_gradient), good, recorder]
@@ -217,12 +226,9 @@ def test_between_log_points_a_failed_run_goes_on_without_changing_anything(
         assert torch.equal(weights, recorder.record.weights[BAD_UPDATE - 1])
 
 
+@pytest.mark.usefixtures("like_a_device")
 @pytest.mark.parametrize("log_every", [1, 4])
-def test_the_last_good_state_is_saved_and_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_every: int
-) -> None:
-    if log_every > 1:
-        check_only_at_log_points(monkeypatch)
+def test_the_last_good_state_is_saved_and_resumes(tmp_path: Path, log_every: int) -> None:
     good = LastGood()
     saving = ModelCheckpoint(
         tmp_path, filename="failed", save_on_exception=True, every_n_train_steps=100
@@ -236,7 +242,6 @@ def test_the_last_good_state_is_saved_and_resumes(
             log_every_n_steps=log_every,
             enable_checkpointing=True,
         )
-    monkeypatch.undo()
     path = tmp_path / "failed.ckpt"
     checkpoint = torch.load(path, weights_only=True)
     entry = checkpoint["optimizer_states"][0]["state"][0]
@@ -254,11 +259,10 @@ def test_the_last_good_state_is_saved_and_resumes(
     )
 
 
-def test_a_checkpoint_that_comes_before_the_next_log_point_is_not_written(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.usefixtures("like_a_device")
+def test_a_checkpoint_that_comes_before_the_next_log_point_is_not_written(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=7, filename="{step}")
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match="at update 5"):
         fit(
             tiny(),
             four_workers(),
