@@ -318,6 +318,11 @@ def _refuse_what_cannot_be_honoured(
             "gradient_clip_algorithm is 'value'; this strategy clips each worker by its global "
             "norm: use gradient_clip_algorithm='norm'"
         )
+    if getattr(trainer.strategy, "_layer_sync", None) is not None:
+        raise MisconfigurationException(
+            "sync_batchnorm is True, and this strategy keeps batch norm local to each rank; leave "
+            "it out, or use another strategy"
+        )
     if is_overridden("backward", module, parent=LightningModule):
         raise MisconfigurationException(
             f"{type(module).__name__} overrides backward, and this strategy runs the backward pass "

@@ -168,6 +168,19 @@ def train(
     }
 
 
+def fail_on_rank_1(cache: str) -> None:
+    """An error in the fourth forward pass, while rows are under way."""
+    forward, calls = Llama.forward, iter(range(100))
+
+    def failing(self: Llama, *args: Any) -> Any:
+        if next(calls) == 3 and os.environ["RANK"] == "1":
+            raise RuntimeError("no fourth forward")
+        return forward(self, *args)
+
+    Llama.forward = failing  # type: ignore[method-assign]
+    train(cache, {"workers": 4, "timeout_seconds": 20.0})
+
+
 def order_of_events(cache: str, scheme: str) -> list[str]:
     """What happens during an update on this rank, in order."""
     events: list[str] = []

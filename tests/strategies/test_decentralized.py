@@ -338,6 +338,8 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
     [
         ({"gradient_clip_algorithm": "value", "gradient_clip_val": 1.0}, "is 'value'"),
         ({"precision": "bf16-true"}, "precision 'bf16-true' is not supported"),
+        ({"precision": "16-true"}, "precision '16-true' is not supported"),
+        ({"sync_batchnorm": True}, "sync_batchnorm is True"),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(options: Any, message: str) -> None:

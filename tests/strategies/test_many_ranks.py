@@ -200,6 +200,12 @@ def test_all_ranks_stop_and_the_last_good_state_is_saved(
     assert resumed["weights"].isfinite().all()
 
 
+def test_no_rank_waits_for_one_that_is_gone(cache: str) -> None:
+    with pytest.raises(RanksError) as error:
+        run_on_ranks(rank_jobs.fail_on_rank_1, 2, cache)
+    assert "RuntimeError: no fourth forward" in str(error.value)
+
+
 def test_workers_that_do_not_divide_among_the_ranks_are_refused(cache: str) -> None:
     with pytest.raises(RanksError) as error:
         train(2, cache, {"workers": 3})
