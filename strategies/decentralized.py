@@ -81,7 +81,9 @@ class DecentralizedStrategy(ArenaStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if self._adaptive_consensus is not None:
-            total = trainer.estimated_stepping_batches
+            # a module may plan a schedule that is longer than this run
+            planned = getattr(self.lightning_module, "planned_updates", None)
+            total = planned or trainer.estimated_stepping_batches
             if total == float("inf"):
                 raise MisconfigurationException(
                     "adaptive_consensus needs to know how many updates are planned, and there is "

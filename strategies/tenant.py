@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from tinyllm.arena import Arena, ArenaLayout, bind, bind_gradients
+from tinyllm.arena import Arena, ArenaLayout, bind
 from tinyllm.model import Llama
 from tinyllm.module import TinyLLM
 from tinyllm.strategies.engine import Ranks
@@ -55,13 +55,15 @@ class Tenant:
         self.slots_in_optimizer: tuple[int, ...] = ()
         self.extras: dict[str, Any] = {}
         self._parameters: dict[str, nn.Parameter] = {}
+        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._arena: Arena | None = None
         self._average_bound = False
 
     def compile(self) -> None:
         """Lets ``torch.compile`` build a Llama's forward and backward."""
         if self.llama is not None:
-            self.llama.compile(dynamic=False)
+            # rows of logits stay in cache, where a second pass costs less than online rescaling
+            self.llama.compile(dynamic=False, options={"online_softmax": False})
 
     def move_into_arena(self, groups: Sequence[Mapping[str, Any]]) -> Arena:
         """Lays the optimizer's parameters out, group after group, and makes them views.
@@ -88,6 +90,8 @@ class Tenant:
             view.copy_(self._parameters[name].detach().reshape(self._shape(self._parameters[name])))
         self._arena = arena
         self._bind(arena.weights)
+        gradients = layout.views(self._rows(arena.gradients))
+        self._gradients = [(self._parameters[name], view) for name, view in gradients.items()]
         return arena
 
     def _check_parameters(self, names: Mapping[nn.Parameter, str]) -> None:
@@ -124,8 +128,8 @@ class Tenant:
 
     def bind_gradients(self) -> None:
         """Makes each parameter's ``.grad`` a view of the gradient arena."""
-        assert self._arena is not None
-        bind_gradients(self._parameters, self._arena.layout, self._rows(self._arena.gradients))
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
 
     def release_gradients(self) -> None:
         """Takes each ``.grad`` away, so that a ``zero_grad`` cannot reach the gradient arena."""

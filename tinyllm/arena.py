@@ -116,16 +116,6 @@ class Arena:
             torch.zeros(workers, layout.row_numel, dtype=dtype, device=device) for _ in range(4)
         )
 
-    def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Moves parameters into the arena: every row starts as a copy, then they become views.
-
-        Args:
-            parameters: By name, of one-worker shape or with a leading worker axis of 1.
-        """
-        for name, view in self.layout.views(self.weights).items():
-            view.copy_(parameters[name].detach().reshape(view.shape[1:]))
-        bind(parameters, self.layout, self.weights)
-
 
 def bind(parameters: Mapping[str, nn.Parameter], layout: ArenaLayout, flat: Tensor) -> None:
     """Makes parameters views of ``flat``, with a leading worker axis.
@@ -137,11 +127,3 @@ def bind(parameters: Mapping[str, nn.Parameter], layout: ArenaLayout, flat: Tens
     """
     for name, view in layout.views(flat).items():
         parameters[name].data = view
-
-
-def bind_gradients(
-    parameters: Mapping[str, nn.Parameter], layout: ArenaLayout, flat: Tensor
-) -> None:
-    """Makes each parameter's ``.grad`` a view of ``flat`` ``[W, D]``, so autograd adds into it."""
-    for name, view in layout.views(flat).items():
-        parameters[name].grad = view

@@ -43,20 +43,24 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rope_tables(config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[context, K]`` of rotary positions, the half-split form of stock Llama.
+    """Cosine and sine ``[context, K/2]`` of rotary positions.
 
     Source: Su et al., "RoFormer" (2021), section 3.2.2.
     """
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     angle = torch.outer(torch.arange(config.context), config.rope_theta**-exponent)
-    angle = torch.cat((angle, angle), dim=1)
     return angle.cos().float(), angle.sin().float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on ``x`` ``[..., T, K]``; computed in the tables' dtype, returned in x's."""
+    """Rotary positions on ``x`` ``[N, T, H, K]``, computed in the tables' dtype, returned in x's.
+
+    Pairs are (k, k + K/2), the half-split form of stock Llama.
+    """
     first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    cos, sin = cos[:, None], sin[:, None]
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 class KeyValueCache:
@@ -114,11 +118,12 @@ class Attention(nn.Module):
     ) -> Tensor:
         """``[W, B·T, C]`` in and out; ``batch`` is B."""
         workers, _, width = x_WMC.shape
-        q, k, v = (
-            x.view(workers * batch, -1, self.heads, width // self.heads).transpose(1, 2)
-            for x in linear(x_WMC, self.qkv_proj.weight).chunk(3, dim=-1)
-        )  # each [W·B, H, T, K]
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        qkv = linear(x_WMC, self.qkv_proj.weight)
+        qkv = qkv.view(workers * batch, -1, 3 * self.heads, width // self.heads)
+        qk, v = qkv.split([2 * self.heads, self.heads], dim=2)
+        # rotated together, which makes fewer and simpler kernels than apart
+        q, k = rotate(qk, cos, sin).transpose(1, 2).chunk(2, dim=1)  # each [W·B, H, T, K]
+        v = v.transpose(1, 2)
         causal = cache is None or self.index not in cache.layers
         if cache is not None:
             k, v = cache.extend(self.index, k, v)

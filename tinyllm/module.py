@@ -103,7 +103,7 @@ class TinyLLM(LightningModule):
         assert isinstance(optimizer, torch.optim.AdamW)
         assert isinstance(scheduler, LambdaLR)
         chosen = self.optimizer_config
-        factor = self.schedule.factor(scheduler.last_epoch, self._planned_updates())
+        factor = self.schedule.factor(scheduler.last_epoch, self.planned_updates)
         scheduler.base_lrs = [chosen.lr for _ in optimizer.param_groups]
         for group, decay in zip(optimizer.param_groups, (chosen.weight_decay, 0.0), strict=True):
             group.update(
@@ -166,19 +166,27 @@ class TinyLLM(LightningModule):
             eps=chosen.eps,
             weight_decay=chosen.weight_decay,
         )
-        total = self._planned_updates()
+        total = self.planned_updates
         scheduler = LambdaLR(optimizer, lambda update: self.schedule.factor(update, total))
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
-    def _planned_updates(self) -> int:
+    @property
+    def planned_updates(self) -> int:
+        """Length of the schedule in updates.
+
+        Raises:
+            ValueError: If neither the schedule nor the Trainer says how long to train.
+        """
+        if self.schedule.updates is not None:
+            return self.schedule.updates
         planned = self.trainer.estimated_stepping_batches
         if planned == float("inf") or planned < 1:
             raise ValueError(
-                f"{planned} updates are planned, and the schedule needs to know how many: "
-                "set trainer.max_steps or trainer.max_epochs"
+                f"{planned} updates are planned, and the schedule needs to know how many: set "
+                "trainer.max_steps, trainer.max_epochs or model.schedule.updates"
             )
         return int(planned)
 

@@ -13,14 +13,19 @@ class Schedule(ABC):
     Args:
         warmup_fraction: Share of all updates spent warming up, 0 to 1.
         final_fraction: Factor on the peak learning rate at the last update, 0 to 1.
+        updates: Length of the schedule in updates; null takes those that the run plans. Give it
+            to stop a run early and go on later on the same curve.
     """
 
     warmup_fraction: float = 0.05
     final_fraction: float = 0.1
+    updates: int | None = None
 
     def __post_init__(self) -> None:
+        if self.updates is not None and self.updates < 1:
+            raise ValueError(f"updates is {self.updates}; it must be at least 1 or null")
         for name, value in asdict(self).items():
-            if not 0 <= value <= 1:
+            if name != "updates" and not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value}; it must be from 0 to 1")
 
     def factor(self, update: int, total_updates: int) -> float:
@@ -28,7 +33,7 @@ class Schedule(ABC):
 
         Args:
             update: 0-based update; past the last one the last factor holds.
-            total_updates: Planned updates, at least 1.
+            total_updates: Length of the schedule, at least 1.
 
         Returns:
             ``(update + 1) / warm-up updates`` while warming up, then the schedule's own curve.
