@@ -1,5 +1,6 @@
 """Checkpoint files that are either whole or not there."""
 
+import glob
 import os
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,20 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self,
         checkpoint: dict[str, Any],
-        path: str | os.PathLike[str],
+        path: str | Path,
         storage_options: Any | None = None,
     ) -> None:
         if storage_options is not None:
             raise TypeError(
                 f"storage_options {storage_options!r} are not supported; leave them out"
             )
+        if "://" in str(path):  # an object store shows a file only when it is whole
+            super().save_checkpoint(checkpoint, path)
+            return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
+        for left_behind in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+            left_behind.unlink(missing_ok=True)  # by a run that was killed
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
             with partial.open("wb") as file:
@@ -44,3 +50,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             os.fsync(folder)
         finally:
             os.close(folder)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any = lambda storage, location: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Loads tensors and plain values only, unless ``weights_only`` is False."""
+        return super().load_checkpoint(path, map_location, weights_only is not False)

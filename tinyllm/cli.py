@@ -8,15 +8,17 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 _DEBUG = "JSONARGPARSE_DEBUG"  # set, the parser raises its errors too
+_SECTIONS = ("--trainer", "--model", "--data", "--checkpoint", "--best_checkpoint")
 
 
 def _trainer_command(name: str, args: list[str]) -> None:
     import tinyllm.strategies.registry  # noqa: F401  (registers the strategies' short names)
     from tinyllm.trainer_cli import run_trainer_command
 
-    run_trainer_command(name, args)
+    run_trainer_command(name, configs_first(args, _SECTIONS))
 
 
 def _function_command(name: str, args: list[str]) -> None:
@@ -29,8 +31,9 @@ def _function_command(name: str, args: list[str]) -> None:
     module = import_module(_FUNCTION_MODULES[name])
     auto_cli(
         getattr(module, name),
-        args=args,
+        args=configs_first(args),
         prog=f"tinyllm {name}",
+        config_help="A YAML or JSON file with these options; several overlay left to right.",
         parser_class=HelpfulParser,
         as_positional=name == "topology",
     )
@@ -52,11 +55,11 @@ class Command:
 
 
 COMMANDS = {
-    "fit": Command("Train a model from a configuration file.", _trainer_command),
-    "validate": Command("Loss of a checkpoint on the whole validation split.", _trainer_command),
-    "test": Command("Loss of a checkpoint over the whole test split.", _trainer_command),
-    "predict": Command("Loss of every single token of the validation split.", _trainer_command),
     "prepare": Command("Turn text or token files into a token cache.", _function_command),
+    "fit": Command("Train a model from configuration files.", _trainer_command),
+    "validate": Command("Loss of a checkpoint over the whole validation split.", _trainer_command),
+    "test": Command("Loss of a checkpoint over the whole test split.", _trainer_command),
+    "predict": Command("Write the loss of every validation token to a file.", _trainer_command),
     "generate": Command("Sample text from a checkpoint.", _function_command),
     "topology": Command("Show a topology's mixing matrices and numbers.", _function_command),
 }
@@ -76,13 +79,63 @@ def _help() -> str:
             *lines,
             "",
             "options:",
-            "  -h, --help     this page; `tinyllm COMMAND --help` lists a command's options",
-            "  --version      the installed version",
+            "  -h, --help  this page; `tinyllm COMMAND --help` explains a command's options",
+            "  --version   the installed version",
             "",
             "Several --config files overlay left to right; values on the command line win:",
             "  tinyllm fit --config configs/20m.yaml --model.optimizer.lr 1e-3",
         ]
     )
+
+
+def configs_first(args: Sequence[str], sections: Sequence[str] = ()) -> list[str]:
+    """Moves configuration files before everything else, so that explicit values win over them.
+
+    Args:
+        args: A command's arguments.
+        sections: Flags that give a whole section by file, as in ``--model FILE``; such files come
+            after the ones of ``--config``.
+    """
+    whole: list[str] = []
+    parts: list[str] = []
+    rest: list[str] = []
+    remaining = iter(args)
+    for argument in remaining:
+        flag, has_value, _ = argument.partition("=")
+        if flag not in ("-c", "--config", *sections):
+            rest.append(argument)
+            continue
+        kind = parts if flag in sections else whole
+        kind += [argument] if has_value else [argument, *islice(remaining, 1)]
+    return whole + parts + rest
+
+
+def _run(name: str, args: list[str]) -> None:
+    try:
+        COMMANDS[name].run(name, args)
+    finally:
+        sys.stdout.flush()
+
+
+def _run_or_explain(name: str, args: list[str]) -> None:
+    """Runs a command; what can go wrong becomes a line and an exit code."""
+    try:
+        _run(name, args)
+    except BrokenPipeError:
+        # whoever read the output has left, as `head` does; the rest has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\ntinyllm {name}: interrupted\n")
+        raise SystemExit(130) from None
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        if os.environ.get(_DEBUG):
+            raise
+        plain = isinstance(error, (ImportError, FileNotFoundError, ValueError))
+        kind = "" if plain else f"{type(error).__name__}: "
+        sys.stderr.write(f"tinyllm {name}: error: {kind}{error}\n")
+        sys.stderr.write(f"(set {_DEBUG}=1 to see where it was raised)\n")
+        raise SystemExit(1) from None
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -92,7 +145,8 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Without the program's name; None takes those of this process.
 
     Raises:
-        SystemExit: 2 for unusable arguments, 1 for any other error, 143 when stopped by SIGTERM.
+        SystemExit: 2 for unusable arguments, 1 for any other error, 130 when interrupted, 143 when
+            stopped by SIGTERM.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -111,12 +165,4 @@ def main(args: Sequence[str] | None = None) -> None:
             f"tinyllm: error: {name!r} is not a command; {hint}choose from {', '.join(COMMANDS)}\n"
         )
         raise SystemExit(2)
-    try:
-        COMMANDS[name].run(name, rest)
-    except (OSError, RuntimeError, ValueError) as error:
-        if os.environ.get(_DEBUG):
-            raise
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        sys.stderr.write(f"tinyllm {name}: error: {kind}{error}\n")
-        sys.stderr.write(f"(set {_DEBUG}=1 to see where it was raised)\n")
-        raise SystemExit(1) from None
+    _run_or_explain(name, rest)

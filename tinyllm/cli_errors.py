@@ -1,44 +1,64 @@
-"""Command-line errors in a few lines, which name the nearest good key or class path."""
+"""Command-line errors in a few lines, which name the nearest good key, class or value."""
 
 import difflib
+import inspect
+import os
 import re
 import sys
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
-from lightning.pytorch.cli import LightningArgumentParser
 
+# How jsonargparse words what it finds; the tests hold every one of these.
 _BAD_KEY = re.compile(
     r"[Uu]nrecognized arguments?: --?(?P<flag>[\w.\-]+)"
     r"|(?:Group ['\"](?P<group>[\w.]+)['\"] )?does not accept option ['\"](?P<option>[\w.\-]+)"
     r"|[Kk]ey ['\"](?P<key>[\w.\-]+)['\"] is not expected"
 )
-_BAD_CLASS = re.compile(r"dot import path string: (?P<path>[\w.]+)")
+_BAD_PARAMETER = re.compile(
+    r"class_path '(?P<path>[\w.]+)':\s+Option '(?P<parameter>[\w.\-]+)' is not accepted"
+)
+_BAD_CLASS = re.compile(
+    r"dot import path string: (?P<name>[\w.]+)"
+    r"|class_path '(?P<path>[\w.]+)':\s+(?:module '[\w.]+' has no attribute|No module named)"
+)
+_BAD_CHOICE = re.compile(
+    r"Expected a (?:typing\.)?Literal\[(?P<choices>[^\]]*)\]. Got value: (?P<value>\S+)"
+)
+_BAD_TYPE = re.compile(r"Expected a <class '(?P<type>\w+)'>. Got value: (?P<value>.*)")
+_PLACE = re.compile(r"Parser key \"(?P<place>[\w.]+)\"")
+_REQUIRED = re.compile(r"(?<=arguments are required: )(fit|validate|test|predict)\.")
 
 
 class SuggestionsMixin:
     """Shortens a parser's errors and adds the known key nearest to an unknown one."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # an abbreviated option is a misspelt one
+        super().__init__(*args, **{"allow_abbrev": False} | kwargs)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Prints the message with a suggestion and exits with 2."""
-        hint = _key_hint(message, self) or _class_hint(message)
-        if hint:
-            message = f"{message}\n{hint}"
-        if not self.exit_on_error:  # type: ignore[attr-defined]
+        message = _explained(_REQUIRED.sub("", message), self)
+        if not self.exit_on_error or os.environ.get("JSONARGPARSE_DEBUG"):  # type: ignore[attr-defined]
             super().error(message, ex)  # type: ignore[misc]
-        parser = getattr(ex, "subcommand_parser", None) or self
+        parser: Any = getattr(ex, "subcommand_parser", None) or self
         prog = parser.prog.replace(" [options]", "")
         sys.stderr.write(f"{prog}: error: {message}\n(`{prog} --help` lists what is accepted)\n")
         raise SystemExit(2)
 
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """The usual help, with types and empty defaults as people write them."""
+        text: str = super().format_help(*args, **kwargs)  # type: ignore[misc]
+        # where the line was wrapped inside the type, it stays wrapped
+        text = re.sub(r"<class(?: |(\s+))'(?:\w+\.)*(\w+)'>", r"\1\2", text)
+        return re.sub(r"default:(\s+)\)", r"default:\1'')", text)
+
 
 class HelpfulParser(SuggestionsMixin, ArgumentParser):
     """The parser of the commands around training."""
-
-
-class HelpfulLightningParser(SuggestionsMixin, LightningArgumentParser):
-    """The parser of the Trainer's commands."""
 
 
 def nearest(bad: str, good: Iterable[str]) -> str | None:
@@ -53,12 +73,52 @@ def nearest(bad: str, good: Iterable[str]) -> str | None:
 
 def known_classes(*bases: type) -> list[str]:
     """Class paths of everything imported so far that derives from ``bases``."""
-    found, todo = [], list(bases)
+    found: list[str] = []
+    todo = list(bases)
     while todo:
-        for child in todo.pop().__subclasses__():
-            found.append(f"{child.__module__}.{child.__qualname__}")
+        children: list[type] = todo.pop().__subclasses__()
+        for child in children:
+            if not inspect.isabstract(child):
+                found.append(_public_path(child))
             todo.append(child)
     return found
+
+
+def _public_path(cls: type) -> str:
+    """The shortest path under which a class can be imported."""
+    parts = cls.__module__.split(".")
+    for length in range(1, len(parts)):
+        package = ".".join(parts[:length])
+        if getattr(sys.modules.get(package), cls.__name__, None) is cls:
+            return f"{package}.{cls.__name__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _explained(message: str, parser: Any) -> str:
+    """The message in one line if it is of a known kind, with the nearest good name."""
+    place = _PLACE.search(message)
+    where = f"{place['place']}: " if place else ""
+    if match := _BAD_PARAMETER.search(message):
+        path, bad = match["path"], match["parameter"]
+        return f"{where}{path} has no option {bad!r}{_hint(bad, _parameters_of(path))}"
+    if match := _BAD_CLASS.search(message):
+        bad = match["path"] or match["name"]
+        return f"{where}there is no class {bad!r}{_hint(bad, _classes())}"
+    if match := _BAD_CHOICE.search(message):
+        choices, bad = re.findall(r"'([^']*)'", match["choices"]), match["value"]
+        return f"{where}{bad!r} is not allowed{_hint(bad, choices)} (choices: {', '.join(choices)})"
+    if place and (match := _BAD_TYPE.fullmatch(message[place.end() :].lstrip(": \n"))):
+        return f"{where}expected {match['type']}, got {match['value']!r}"
+    if match := _BAD_KEY.search(message):
+        option = ".".join(filter(None, (match["group"], match["option"])))
+        bad = match["flag"] or match["key"] or option
+        return f"unknown key {bad!r}{_hint(bad, _known_keys(parser))}"
+    return message
+
+
+def _hint(bad: str, good: Iterable[str]) -> str:
+    best = nearest(bad, good)
+    return f"; did you mean {best!r}?" if best else ""
 
 
 def _known_keys(parser: Any) -> set[str]:
@@ -69,25 +129,19 @@ def _known_keys(parser: Any) -> set[str]:
     return keys - {"help"}
 
 
-def _key_hint(message: str, parser: Any) -> str | None:
-    match = _BAD_KEY.search(message)
-    if not match:
-        return None
-    bad = match["flag"] or match["key"] or ".".join(filter(None, (match["group"], match["option"])))
-    best = nearest(bad, _known_keys(parser))
-    return f"unknown key {bad!r}" + (f"; did you mean {best!r}?" if best else "")
+def _parameters_of(path: str) -> list[str]:
+    module, _, name = path.rpartition(".")
+    cls = getattr(import_module(module), name)
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in inspect.signature(cls).parameters.values() if p.kind in named]
 
 
-def _class_hint(message: str) -> str | None:
-    match = _BAD_CLASS.search(message)
-    if not match:
-        return None
+def _classes() -> list[str]:
+    """What can be named by class path in a configuration file."""
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.strategies import Strategy
 
     from tinyllm.schedule import Schedule
 
-    bad = match["path"]
-    best = nearest(bad, known_classes(Callback, Logger, Strategy, Schedule))
-    return f"unknown class {bad!r}" + (f"; did you mean {best!r}?" if best else "")
+    return known_classes(Callback, Logger, Strategy, Schedule)

@@ -1,15 +1,19 @@
 """Sampling text from a checkpoint: what ``tinyllm generate`` runs."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tinyllm.checkpoint import read_checkpoint
 from tinyllm.data.tokenizer import Tokenizer
 from tinyllm.model import KeyValueCache, Llama
 from tinyllm.module import TinyLLM
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a character decodes to while bytes are missing
 
 
 def generate(
@@ -25,58 +29,51 @@ def generate(
     """Sample text from a checkpoint and print it after the prompt.
 
     Args:
-        checkpoint: A checkpoint that `tinyllm fit` has written.
-        prompt: Text to continue; nothing starts a new document.
+        checkpoint: A checkpoint that `tinyllm fit` has written, such as
+            runs/quickstart/checkpoints/last.ckpt.
+        prompt: Text to continue; an empty one starts a new document.
         max_new_tokens: Most tokens to sample; fewer when the document ends or prompt and text fill
             the model's context.
         temperature: Divides the logits; 0 always takes the likeliest token.
-        top_k: Sample among this many likeliest tokens only.
-        top_p: Sample among the likeliest tokens that together have this probability.
+        top_k: Sample among this many likeliest tokens only; null for all.
+        top_p: Sample among the fewest likeliest tokens that together have this probability; null
+            for all.
         seed: Makes the sample repeatable; null draws another every time.
         tokenizer: A tokenizer.json, a SentencePiece .model or a token cache; null takes the one in
             the checkpoint.
 
     Raises:
-        ValueError: An option is out of range, or the prompt fills the context.
+        ValueError: An option is out of range, the prompt is longer than the context, or the
+            checkpoint is none or has no tokenizer.
         FileNotFoundError: The checkpoint or the tokenizer does not exist.
     """
-    if not checkpoint.is_file():
-        raise FileNotFoundError(f"there is no checkpoint at {checkpoint}")
-    state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    state = read_checkpoint(checkpoint)
     text = _tokenizer_of(state, checkpoint) if tokenizer is None else Tokenizer.load(tokenizer)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    module = TinyLLM.load_from_checkpoint(checkpoint, map_location=device)
-    if text.vocab_size > module.config.vocab_size:
+    model = _model_of(state, checkpoint)
+    if text.vocab_size > model.config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {text.vocab_size} ids and the model {module.config.vocab_size}; "
+            f"the tokenizer has {text.vocab_size} ids and the model {model.config.vocab_size}; "
             "give the tokenizer that the model was trained with"
         )
     ids = text.encode(prompt).tolist() or [text.boundary_id]
     tokens = sample(
-        module.model,
-        torch.tensor(ids, device=device),
+        model,
+        torch.tensor(ids, device=model.embed_tokens.weight.device),
         max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        vocab_size=text.vocab_size,
     )
     sys.stdout.write(prompt)
-    shown = text.decode(ids) if prompt else ""
-    for token in tokens:
-        if token == text.boundary_id:
-            break
-        ids.append(token)
-        # a character may need several tokens, so what is new is found in the whole text
-        whole = text.decode(ids if prompt else ids[1:])
-        if not whole.endswith("\N{REPLACEMENT CHARACTER}"):
-            sys.stdout.write(whole[len(shown) :])
-            sys.stdout.flush()
-            shown = whole
+    for piece in decoded(text, ids if prompt else [], tokens):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
     sys.stdout.write("\n")
 
 
-def _tokenizer_of(state: dict[str, object], checkpoint: Path) -> Tokenizer:
+def _tokenizer_of(state: dict[str, Any], checkpoint: Path) -> Tokenizer:
     data = state.get("TokenDataModule")
     if not isinstance(data, dict) or data.get("tokenizer") is None:
         raise ValueError(
@@ -85,7 +82,40 @@ def _tokenizer_of(state: dict[str, object], checkpoint: Path) -> Tokenizer:
     return Tokenizer.from_state(data["tokenizer"])
 
 
-@torch.inference_mode()
+def _model_of(state: dict[str, Any], checkpoint: Path) -> Llama:
+    """The checkpoint's model, on the GPU if there is one."""
+    saved = state.get("hyper_parameters", {})
+    if not {"preset", "config"} <= set(saved):
+        raise ValueError(
+            f"{checkpoint} is no checkpoint of a TinyLLM: its hyperparameters are "
+            f"{', '.join(saved) or 'missing'}"
+        )
+    module = TinyLLM(preset=saved["preset"], config=saved["config"])
+    module.load_state_dict(state["state_dict"])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return module.model.to(device)
+
+
+def decoded(text: Tokenizer, before: list[int], tokens: Iterable[int]) -> Iterator[str]:
+    """Yields the text of tokens as they come, until the document ends.
+
+    Args:
+        text: Turns ids into text.
+        before: Ids whose text is already shown; they decide how the next ones are spelled.
+        tokens: Ids that follow.
+    """
+    ids, shown = list(before), text.decode(before)
+    for token in tokens:
+        if token == text.boundary_id:
+            return
+        ids.append(token)
+        # a character may need several tokens, so what is new is found in the whole text
+        whole = text.decode(ids).rstrip(_UNFINISHED)
+        if len(whole) > len(shown):
+            yield whole[len(shown) :]
+            shown = whole
+
+
 def sample(
     model: Llama,
     prompt: Tensor,
@@ -95,22 +125,27 @@ def sample(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | None = None,
+    vocab_size: int | None = None,
 ) -> Iterator[int]:
-    """Yields sampled token ids one by one.
+    """Samples token ids, which come one by one.
 
     Args:
         model: Holds one worker.
         prompt: ``[T]`` int64 ids, at least one.
-        max_new_tokens: Most ids to yield; the context may end the text earlier.
+        max_new_tokens: Most ids to sample; the context may end the text earlier.
         temperature: Divides the logits; 0 always takes the likeliest id.
         top_k: Keeps this many likeliest ids.
-        top_p: Keeps the likeliest ids that together have this probability (Holtzman et al., 2020).
+        top_p: Keeps the fewest likeliest ids that together have this probability (Holtzman et al.,
+            "The Curious Case of Neural Text Degeneration", 2020).
         seed: Of the draw; None draws anew every time.
+        vocab_size: Only ids below it are sampled; None for all of the model's.
 
     Raises:
-        ValueError: If an option is out of range, or the prompt is empty or fills the context.
+        ValueError: If an option is out of range, or the prompt is empty or exceeds the context.
     """
-    if temperature < 0:
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
+    if not temperature >= 0:
         raise ValueError(f"temperature is {temperature}; it must be at least 0")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k is {top_k}; it must be at least 1")
@@ -119,30 +154,49 @@ def sample(
     room = model.config.context - len(prompt)
     if not len(prompt) or room < 0:
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens; it must have from 1 to {model.config.context}"
+            f"the prompt has {len(prompt)} tokens; it must have from 1 to {model.config.context}, "
+            "the model's context"
         )
     generator = torch.Generator(prompt.device)
     generator.seed() if seed is None else generator.manual_seed(seed)
+
+    def choose(logits: Tensor) -> Tensor:
+        if temperature == 0:
+            return logits.argmax(keepdim=True)
+        # the largest becomes 0, so that no temperature makes infinities of it
+        kept = restrict((logits - logits.max()) / temperature, top_k, top_p)
+        return torch.multinomial(kept.softmax(-1), 1, generator=generator)
+
+    # the last id that fits into the context still has a successor
+    return _sampled(model, prompt, min(max_new_tokens, room + 1), vocab_size, choose)
+
+
+@torch.inference_mode()
+def _sampled(
+    model: Llama,
+    prompt: Tensor,
+    max_new_tokens: int,
+    vocab_size: int | None,
+    choose: Callable[[Tensor], Tensor],
+) -> Iterator[int]:
     cache = KeyValueCache()
     tokens = prompt
-    for _ in range(min(max_new_tokens, room + 1)):
-        logits = model(tokens[None, None], cache=cache)[0, 0, -1].float()
-        if temperature == 0:
-            tokens = logits.argmax(keepdim=True)
-        else:
-            kept = restrict(logits / temperature, top_k, top_p)
-            tokens = torch.multinomial(kept.softmax(-1), 1, generator=generator)
+    for _ in range(max_new_tokens):
+        logits = model(tokens[None, None], cache=cache)[0, 0, -1, :vocab_size].float()
+        tokens = choose(logits)
         yield int(tokens)
 
 
 def restrict(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """Logits ``[V]`` with −∞ for ids outside the top k and outside the top-p nucleus."""
-    if top_k is not None and top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+    """Logits ``[V]`` with −∞ outside the top k, and outside the nucleus of what is left.
+
+    Of equal logits those with lower ids come first. At least one id is kept.
+    """
+    ordered, order = logits.sort(descending=True, stable=True)
+    kept = torch.ones_like(ordered, dtype=torch.bool)
+    if top_k is not None:
+        kept[top_k:] = False
     if top_p is not None and top_p < 1:
-        ordered, order = logits.sort(descending=True)
-        probability = ordered.softmax(-1)
-        # what stands before an id; the likeliest one is always kept
-        outside = probability.cumsum(-1) - probability >= top_p
-        logits = logits.masked_fill(outside.scatter(0, order, outside), -torch.inf)
-    return logits
+        probability = ordered.double().masked_fill(~kept, -torch.inf).softmax(-1)
+        kept &= probability.cumsum(-1) - probability < top_p  # what stands before an id
+    return logits.masked_fill(~kept.new_empty(kept.shape).scatter(0, order, kept), -torch.inf)

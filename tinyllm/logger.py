@@ -1,7 +1,7 @@
 """The CSV log of a run, which survives resuming in the same folder."""
 
 import csv
-import os
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,15 @@ from typing_extensions import override
 class RunLogger(CSVLogger):
     """Writes ``metrics.csv`` straight into the run's folder.
 
-    A resumed run continues the file: rows at or past its first step, which the earlier run wrote
-    after the checkpoint, are replaced. A run that starts anew in a used folder keeps the old file
+    A resumed run continues the file: rows from its first one on, which the earlier run wrote after
+    the checkpoint, are replaced. A run that starts anew in a used folder keeps the old file
     under a numbered name.
 
     Args:
         save_dir: The run's folder.
     """
 
-    def __init__(self, save_dir: str | os.PathLike[str]) -> None:
+    def __init__(self, save_dir: str | Path) -> None:
         super().__init__(save_dir, name="", version="", flush_logs_every_n_steps=1)
 
     @property
@@ -53,29 +53,53 @@ class _ContinuingWriter(ExperimentWriter):
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
         if not self._opened:
             self._opened = True
-            self._continue_from(step or 0)
+            self._continue_from(step or 0, set(metrics_dict) - {"epoch"})
         super().log_metrics(metrics_dict, step)
 
-    def _continue_from(self, step: int) -> None:
+    def _continue_from(self, step: int, names: set[str]) -> None:
+        """Keeps what was logged before this run's first row, which has ``names`` at ``step``."""
         path = Path(self.metrics_file_path)
         if not path.exists():
             return
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            rows = list(reader)
-            self.metrics_keys = list(reader.fieldnames or [])
-        kept = [row for row in rows if int(row["step"]) < step]
-        if rows and not kept:
+
+        def comes_before(row: dict[str, str]) -> bool:
+            # an update's own row comes before its validation's
+            other = int(row["step"])
+            return other < step or (other == step and not any(row.get(name) for name in names))
+
+        rows = _whole_rows(path)
+        kept = list(takewhile(comes_before, rows))
+        if kept:
+            self.metrics_keys = list(kept[0])
+            _replace(path, self.metrics_keys, kept)
+        elif rows:
             number = 1
             while (aside := path.with_name(f"metrics-{number}.csv")).exists():
                 number += 1
             path.rename(aside)
-            self.metrics_keys = []
             rank_zero_info(f"{path} holds an earlier run; it is kept as {aside.name}")
-            return
-        partial = path.with_suffix(".partial")
-        with partial.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=self.metrics_keys)
-            writer.writeheader()
-            writer.writerows(kept)
-        partial.replace(path)
+        else:
+            path.unlink()
+
+    @override
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        path = Path(self.metrics_file_path)
+        _replace(path, fieldnames, _whole_rows(path))
+
+
+def _whole_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a log; without the last one if a killed run left only a part of it."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    return list(csv.DictReader(lines))
+
+
+def _replace(path: Path, keys: list[str], rows: list[dict[str, str]]) -> None:
+    """Writes a log so that a reader finds the old one or the new one, never a part."""
+    partial = path.with_suffix(".partial")
+    with partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=keys)
+        writer.writeheader()
+        writer.writerows(rows)
+    partial.replace(path)

@@ -1,37 +1,70 @@
 """A progress bar that never makes the host wait for the device between log points."""
 
+import math
+import sys
 import time
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 from typing_extensions import override
 
 REDRAW_SECONDS = 0.1
+LINE_SECONDS = 5.0
 
 
 class RunProgressBar(TQDMProgressBar):
-    """Shows loss, learning rate and tokens per second, renewed at log points.
+    """One bar for the whole run, with loss, learning rate and tokens per second.
 
-    Rates are over the updates since the log point before, whose values have just been read and so
-    are complete; time spent validating is left out.
+    They are renewed at log points, whose values have just been read and so are complete. The rate
+    is over the updates since the log point before, without validation and the first update, which
+    may have been compiled. Each validation leaves a line above the bar. Where the output is no
+    terminal, a line now and then takes the bar's place.
     """
 
     def __init__(self) -> None:
         super().__init__(refresh_rate=1)
         self._shown: dict[str, int | str | float | dict[str, float]] = {}
-        self._drawn = 0.0
+        self._drawn = -math.inf
+        self._updates = 0
+        self._planned: int | None = None
         self._tokens = 0
-        self._started = time.perf_counter()
+        self._started: float | None = None
+        self._in_lines = False
 
     @override
-    def on_train_start(self, *args: Any) -> None:
-        super().on_train_start(*args)
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if self.is_enabled and not sys.stdout.isatty():
+            self._in_lines = True
+            self.disable()
+
+    @override
+    def init_train_tqdm(self) -> Tqdm:
+        bar = super().init_train_tqdm()
+        bar.bar_format = (
+            "{l_bar}{bar}| {n_fmt}/{total_fmt} updates [{elapsed}<{remaining}{postfix}]"
+        )
+        return bar
+
+    @override
+    def on_train_start(self, trainer: Trainer, *args: Any) -> None:
+        super().on_train_start(trainer, *args)
+        planned = trainer.estimated_stepping_batches
+        self._planned = None if math.isinf(planned) else int(planned)
+        self._updates = trainer.global_step
+        bar = self.train_progress_bar
+        bar.total, bar.initial, bar.n = self._planned, self._updates, self._updates
         self._restart()
 
     def _restart(self) -> None:
-        self._tokens, self._started = 0, time.perf_counter()
+        self._tokens, self._started = 0, None
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
+        """The bar goes on through all epochs."""
 
     @override
     def on_train_batch_end(
@@ -42,33 +75,84 @@ class RunProgressBar(TQDMProgressBar):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if isinstance(batch, Tensor) and batch.ndim == 2:
+        if not (self.is_enabled or self._in_lines):
+            return  # another rank shows it
+        if self._started is None:
+            self._started = time.perf_counter()
+        elif isinstance(batch, Tensor) and batch.ndim == 2:
             self._tokens += batch.shape[0] * (batch.shape[1] - 1) * trainer.world_size
+        if trainer.global_step == self._updates:
+            return  # the batch is a part of an update
+        self._updates = trainer.global_step
+        if trainer._logger_connector.should_update_logs:
+            self._renew(trainer)
+        if self._is_due(self._updates, self._planned):
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._in_lines and self._shown:
+            values = ", ".join(f"{name} {value}" for name, value in self._shown.items())
+            of_all = f" of {self._planned}" if self._planned is not None else ""
+            print(f"update {self._updates}{of_all}: {values}", flush=True)
+        elif self.is_enabled:
+            self.train_progress_bar.n = self._updates
+            self.train_progress_bar.set_postfix(self._shown)
+
+    def _renew(self, trainer: Trainer) -> None:
         metrics = getattr(trainer.strategy, "update_metrics", None)
-        if metrics is not None and trainer._logger_connector.should_update_logs:
+        if metrics is not None:
             values = metrics.scalars()
-            rate = self._tokens / (time.perf_counter() - self._started)
-            self._shown["loss"] = f"{values['train/loss']:.3f}"
-            self._shown["lr"] = f"{values['train/lr']:.1e}"
-            self._shown["tok/s"] = _short(rate)
-            self._restart()
-        now = time.perf_counter()
-        if now - self._drawn >= REDRAW_SECONDS or trainer.is_last_batch:
-            self._drawn = now
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            loss, lr = values["train/loss"], values["train/lr"]
+        else:  # a strategy of Lightning's
+            loss = trainer.callback_metrics.get("train/loss")
+            lr = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None
+        if loss is not None:
+            self._shown["loss"] = f"{float(loss):.3f}"
+        if lr is not None:
+            self._shown["lr"] = f"{float(lr):.1e}"
+        seconds = time.perf_counter() - self._started if self._started is not None else 0.0
+        if self._tokens and seconds:
+            self._shown["tok/s"] = _short(self._tokens / seconds)
+        self._tokens, self._started = 0, time.perf_counter()
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
-        if not trainer.sanity_checking and "validation/loss" in trainer.callback_metrics:
-            self._shown["val"] = f"{trainer.callback_metrics['validation/loss'].item():.3f}"
+        loss = trainer.callback_metrics.get("validation/loss")
+        if loss is None or trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        value = float(loss)
+        self._shown["val"] = f"{value:.3f}"
         self._restart()
+        perplexity = math.exp(min(value, 700.0))  # beyond that a float overflows
+        line = f"update {trainer.global_step}: validation loss {value:.4f}"
+        self.print(f"{line}, perplexity {perplexity:.4g}")
+
+    @override
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        if self._in_lines:
+            print(*args, flush=True, **kwargs)
+        else:
+            super().print(*args, **kwargs)
 
     @override
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
         return self._shown
+
+    @override
+    def _should_update(self, current: int, total: int | float | None) -> bool:
+        """For the bars of evaluation: not more often than a reader can follow."""
+        return self.is_enabled and self._is_due(current, total)
+
+    def _is_due(self, current: int, total: int | float | None) -> bool:
+        now = time.perf_counter()
+        pause = LINE_SECONDS if self._in_lines else REDRAW_SECONDS
+        if now - self._drawn < pause and current != total:
+            return False
+        self._drawn = now
+        return True
 
 
 def _short(rate: float) -> str:

@@ -1,14 +1,14 @@
 """LightningCLI for this library: defaults, precedence of values, exit codes."""
 
-import argparse
 import logging
+import signal
 import sys
 import warnings
-from itertools import islice
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -16,128 +16,258 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from typing_extensions import override
 
-from tinyllm.cli_errors import HelpfulLightningParser, known_classes, nearest
+from tinyllm.checkpoint import find_checkpoint, read_checkpoint
+from tinyllm.cli_errors import SuggestionsMixin, known_classes, nearest
+from tinyllm.cli_help import explain
 from tinyllm.data.module import TokenDataModule
 from tinyllm.logger import RunLogger
 from tinyllm.module import TinyLLM
+from tinyllm.predictions import TokenLossWriter
 from tinyllm.progress import RunProgressBar
+from tinyllm.run_folder import RunCheckpoint, RunFolder
+from tinyllm.summary import RunSummary
+
+
+class HelpfulLightningParser(SuggestionsMixin, LightningArgumentParser):
+    """The parser of the Trainer's commands."""
 
 
 class TinyLLMCLI(LightningCLI):
-    """LightningCLI with two checkpoints, a CSV log in the run's folder, and clear precedence.
+    """LightningCLI with a folder for each run and a clear precedence of values.
 
     Values are taken from defaults, then the checkpoint's model, then configuration files left to
     right, then the command line, each over the ones before.
 
     Args:
-        checkpoint_model: The model's hyperparameters in the checkpoint to start from, if any.
+        command: One of the Trainer's.
+        args: Its arguments, configuration files first.
     """
 
-    def __init__(self, checkpoint_model: dict[str, Any]) -> None:
-        self._checkpoint_model = checkpoint_model
+    def __init__(self, command: str, args: list[str]) -> None:
+        self._command = command
+        self._args = args
         super().__init__(
             TinyLLM,
             TokenDataModule,
             parser_class=HelpfulLightningParser,
+            # evaluating must not replace the training run's configuration
+            save_config_callback=RunFolder if command == "fit" else None,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
             auto_configure_optimizers=False,
         )
 
+    # --- parsing ------------------------------------------------------------------------------
+
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
         parser.add_lightning_class_args(ModelCheckpoint, "best_checkpoint")
         parser.set_defaults(
             {
                 "checkpoint.save_top_k": 0,
                 "checkpoint.save_last": True,
                 "checkpoint.save_on_exception": True,
+                "checkpoint.enable_version_counter": False,
                 "best_checkpoint.monitor": "validation/loss",
                 "best_checkpoint.filename": "best",
+                "best_checkpoint.enable_version_counter": False,
                 "trainer.strategy": {"class_path": "tinyllm.strategies.SyncStrategy"},
                 "trainer.default_root_dir": "runs/default",
                 "trainer.log_every_n_steps": 10,
-                **{f"model.{name}": value for name, value in self._checkpoint_model.items()},
             }
         )
 
     @override
-    def _parse_ckpt_path(self) -> None:
-        """The checkpoint's hyperparameters were taken as defaults before parsing."""
+    def setup_parser(self, *args: Any) -> None:
+        super().setup_parser(*args)
+        self.parser.prog = f"tinyllm {self._command}"
+        explain(self._parser(self._command), self._command)
 
     @override
-    def before_instantiate_classes(self) -> None:
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Only the one to run, since each takes a parser with hundreds of options."""
+        return {self._command: super().subcommands()[self._command]}
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        # a first time to learn of the checkpoint, whose model gives the defaults of the second
+        first = [argument for argument in self._args if not argument.startswith("--print_config")]
+        self.config = parser.parse_args([self._command, *first])
+        given = self.config[self._command]
+        self._check_strategy(given.trainer.strategy)
+        path = self._checkpoint_path(given)
+        if path is not None:
+            # plain values, as the parser knows them; another module's are of no use here
+            saved = read_checkpoint(path).get("hyper_parameters", {})
+            known = {"preset", "config", "optimizer", "schedule"} & set(saved)
+            self._parser(self._command).set_defaults({f"model.{key}": saved[key] for key in known})
+        if path is not None or first != self._args:
+            super().parse_arguments(parser, args)
+
+    def _check_strategy(self, strategy: Any) -> None:
         """Trainer takes any string for a strategy; a misspelt one is refused here."""
-        strategy = self._get(self.config, "trainer.strategy")
         known = ["auto", *StrategyRegistry.available_strategies()]
         if isinstance(strategy, str) and strategy not in known:
             best = nearest(strategy, [*known, *known_classes(Strategy)])
-            self.parser.error(
+            self._parser(self._command).error(
                 f"trainer.strategy is {strategy!r}, which is neither a registered name nor a class "
                 f"path" + (f"; did you mean {best!r}?" if best else "")
             )
 
     @override
+    def _parse_ckpt_path(self) -> None:
+        """The checkpoint's hyperparameters were taken as defaults before parsing."""
+
+    def _checkpoint_path(self, config: Any) -> Path | None:
+        """The file that ``ckpt_path`` stands for; None if there is none, or Lightning knows it."""
+        given = config.ckpt_path or ("last" if self._command != "fit" else None)
+        if given is None or given in ("hpc", "registry") or ":" in str(given):
+            return None
+        if given not in ("last", "best"):
+            return Path(given)
+        callback = config.checkpoint if given == "last" else config.best_checkpoint
+        folder = callback.dirpath or Path(config.trainer.default_root_dir) / "checkpoints"
+        return find_checkpoint(Path(folder), "last" if given == "last" else callback.filename)
+
+    # --- instantiating ------------------------------------------------------------------------
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        model, data = self.model.config, self.datamodule
+        if data.vocab_size > model.vocab_size:
+            raise ValueError(
+                f"the cache {data.cache.path} has {data.vocab_size} token ids and the model "
+                f"{model.vocab_size}; set model.config.vocab_size, or prepare a cache with the "
+                "model's vocabulary"
+            )
+        if data.context > model.context:
+            raise ValueError(
+                f"data.context is {data.context} and the model's context {model.context}; lower "
+                "data.context, or set model.config.context"
+            )
+
+    @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        trainer = self._get(self.config_init, "trainer")
-        if trainer["logger"] is None:
-            kwargs["logger"] = RunLogger(trainer["default_root_dir"])
-        own = trainer["callbacks"] or []
-        own = own if isinstance(own, list) else [own]
-        if trainer["enable_progress_bar"] is not False and not any(
-            isinstance(callback, ProgressBar) for callback in own
-        ):
-            kwargs["callbacks"] = [*own, RunProgressBar()]
+        given = self._get(self.config_init, "trainer")
+        bare, fitting = given["barebones"], self._command == "fit"
+        own = given["callbacks"] or []
+        callbacks = list(own) if isinstance(own, list) else [own]
+        if given["logger"] is None and not bare:
+            kwargs["logger"] = RunLogger(given["default_root_dir"]) if fitting else False
+        has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if given["enable_progress_bar"] is not False and not bare and not has_bar:
+            callbacks.append(RunProgressBar())
+        if given["enable_model_summary"] is None:
+            kwargs["enable_model_summary"] = False
+            if not bare:
+                callbacks.append(RunSummary())
+        if given["enable_checkpointing"] is False or bare:
+            self._parser(self._command).callback_keys.clear()
+        if self._command == "predict":
+            callbacks.append(TokenLossWriter())
+        kwargs["callbacks"] = callbacks
         return super().instantiate_trainer(**kwargs)
 
+    # --- running ------------------------------------------------------------------------------
 
-def _configs_first(args: list[str]) -> list[str]:
-    """Moves configuration files before everything else, so that explicit values win over them."""
-    configs: list[str] = []
-    rest: list[str] = []
-    remaining = iter(args)
-    for argument in remaining:
-        if argument in ("-c", "--config"):
-            configs += [argument, *islice(remaining, 1)]
-        elif argument.startswith("--config="):
-            configs.append(argument)
-        else:
-            rest.append(argument)
-    return configs + rest
+    @override
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        if subcommand == "fit":
+            return kwargs
+        path = self._checkpoint_path(self.config[subcommand])
+        if path is None and kwargs["ckpt_path"] in (None, "last", "best"):
+            raise FileNotFoundError(
+                f"there is no checkpoint in {self.trainer.default_root_dir} to {subcommand}; name "
+                "one with --ckpt_path FILE, or the run's folder with --trainer.default_root_dir"
+            )
+        kwargs["ckpt_path"] = path or kwargs["ckpt_path"]
+        if subcommand == "predict":
+            kwargs["return_predictions"] = False  # they go to a file
+        return kwargs
 
-
-def _checkpoint_model(args: list[str]) -> dict[str, Any]:
-    """The model's hyperparameters of the checkpoint file named on the command line."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--ckpt_path")
-    path = finder.parse_known_args(args)[0].ckpt_path
-    if path is None or not Path(path).is_file():
-        return {}  # a keyword such as `last`, or a wrong path, which the Trainer refuses
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return dict(checkpoint.get("hyper_parameters", {}))
+    def fit(self, **kwargs: Any) -> None:
+        """Trains; Ctrl-C stops after the running update, so that the run can resume exactly."""
+        with _interrupted_between_updates(self.trainer):
+            self.trainer.fit(**kwargs)
 
 
-def _quiet() -> None:
-    """Keeps an advertisement and what a user can do nothing about out of the output."""
+@contextmanager
+def _interrupted_between_updates(trainer: Trainer) -> Iterator[None]:
+    """Turns the first Ctrl-C into an orderly stop, and the second one into the usual interrupt.
+
+    Raises:
+        KeyboardInterrupt: After an orderly stop.
+    """
+    interrupted = False
+
+    def stop(*_: Any) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(signal.SIGINT, before)
+        sys.stderr.write("\nStopping after this update. Ctrl-C again stops at once.\n")
+        trainer._signal_connector.received_sigterm = True
+
+    before = signal.getsignal(signal.SIGINT)
+    orderly = trainer.world_size == 1 and before is signal.default_int_handler
+    if orderly:
+        signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    except SIGTERMException:
+        if interrupted:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        if orderly:
+            signal.signal(signal.SIGINT, before)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a message of Lightning's says more than an advertisement or than we say ourselves."""
+    message = record.getMessage()
+    return not any(
+        word in message
+        for word in (
+            "litlogger",
+            "litmodels",
+            "TPU available: False",
+            "`Trainer.fit` stopped: `max_",
+        )
+    )
+
+
+def _quiet(command: str) -> None:
+    """Keeps advertisements and what a user can do nothing about out of the output."""
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)")
     warnings.filterwarnings("ignore", r"Precision .* is not supported by the model summary")
-    messages = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    messages.addFilter(lambda record: "litlogger" not in record.getMessage())
+    # a resumed run's folder; another run's has been moved away
+    warnings.filterwarnings("ignore", r"Checkpoint directory .* exists and is not empty")
+    if command != "fit":  # nothing is written, so it does not matter where a run's files were
+        warnings.filterwarnings("ignore", r"The dirpath has changed from")
+    warnings.filterwarnings("ignore", r"Couldn't infer the batch indices")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
 
 
 def run_trainer_command(name: str, args: list[str]) -> None:
     """Runs ``fit``, ``validate``, ``test`` or ``predict``.
 
+    Args:
+        name: Which of them.
+        args: Its arguments; what comes later wins.
+
     Raises:
         SystemExit: 2 for unusable arguments, 143 when stopped by SIGTERM.
+        KeyboardInterrupt: When stopped by Ctrl-C.
+        ValueError: If the settings do not go together.
     """
     given = sys.argv
-    _quiet()
-    # LightningCLI reads the process's arguments
-    sys.argv = [given[0], name, *_configs_first(args)]
+    _quiet(name)
+    # LightningCLI reads the process's arguments, and Lightning starts other ranks with them
+    sys.argv = [given[0], name, *args]
     try:
-        TinyLLMCLI(_checkpoint_model(args))
+        TinyLLMCLI(name, args)
     except SIGTERMException:
         raise SystemExit(143) from None
     except MisconfigurationException as error:

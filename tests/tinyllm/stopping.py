@@ -1,0 +1,49 @@
+"""Callbacks by which a run stops itself, named by class path on a command line."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+
+class SignalAfter(Callback):
+    """Sends this process a signal while an update or a validation batch is under way."""
+
+    def __init__(self, updates: int, name: str = "SIGTERM", validating: bool = False) -> None:
+        self._updates = updates
+        self._signal = signal.Signals[name]
+        self._validating = validating
+
+    def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
+        if not self._validating and trainer.global_step == self._updates - 1:
+            os.kill(os.getpid(), self._signal)
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if self._validating and trainer.global_step == self._updates:
+            os.kill(os.getpid(), self._signal)
+
+
+class FailAfter(Callback):
+    """Raises an error when an update is done."""
+
+    def __init__(self, updates: int) -> None:
+        self._updates = updates
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self._updates:
+            raise RuntimeError("the machine is on fire")
+
+
+class KeepAside(Callback):
+    """Copies the checkpoints as they are before the next update: what a kill would have left."""
+
+    def __init__(self, updates: int) -> None:
+        self._updates = updates
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self._updates:
+            root = Path(trainer.default_root_dir)
+            shutil.copytree(root / "checkpoints", root / "aside")

@@ -1,0 +1,133 @@
+"""A run's folder: its newest state is always in ``last.ckpt``, and earlier runs are kept aside."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+_OF_A_RUN = ("checkpoints", "metrics.csv", "config.yaml", "hparams.yaml", "predictions.npy")
+
+
+class RunFolder(SaveConfigCallback):
+    """Writes ``config.yaml``, after what another run left in the folder was moved aside.
+
+    Earlier runs are kept in ``earlier-1``, ``earlier-2`` and so on. A run that resumes from a
+    checkpoint of the folder continues it, and nothing is moved. Both happen when the settings have
+    been accepted and training is about to start, and not before.
+    """
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Too early: the run may yet be refused."""
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        folder = Path(trainer.default_root_dir)
+        used = (folder / "checkpoints").is_dir() or (folder / "metrics.csv").is_file()
+        if trainer.is_global_zero and used and not _resumes(trainer):
+            number = 1
+            while (aside := folder / f"earlier-{number}").exists():
+                number += 1
+            aside.mkdir()
+            for name in _OF_A_RUN:
+                if (folder / name).exists():
+                    (folder / name).rename(aside / name)
+            rank_zero_info(f"{folder} holds an earlier run; it is kept in {aside}")
+        super().setup(trainer, pl_module, "fit")
+
+
+def _resumes(trainer: Trainer) -> bool:
+    """Whether the checkpoint to start from belongs to the run's folder."""
+    if trainer.ckpt_path is None:
+        return False
+    start = Path(trainer.ckpt_path).resolve()
+    folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    return any(
+        start.is_relative_to(Path(folder).resolve())
+        for folder in (trainer.default_root_dir, *folders)
+        if folder is not None
+    )
+
+
+class RunCheckpoint(ModelCheckpoint):
+    """Keeps ``last.ckpt``, the state to resume from.
+
+    It is written at the interval that is set, or else after each validation; after the last update
+    in any case; and when SIGTERM or an error stops the run between two updates. Where an update is
+    followed by a validation, it is written after that, so that a resumed run lacks none.
+    """
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        data_fetcher = trainer.fit_loop._data_fetcher
+        assert data_fetcher is not None
+        if self.save_top_k != 0 or not loop._should_check_val_fx(data_fetcher):
+            super().on_train_batch_end(trainer, *args, **kwargs)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        every = self._every_n_train_steps  # 0 unless it is set
+        if every >= 1 and trainer.global_step % every == 0:
+            self._save_newest(trainer)
+        if not self._should_save_on_train_epoch_end(trainer):
+            self._save_at_epoch_interval(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        if self._should_save_on_train_epoch_end(trainer):
+            self._save_at_epoch_interval(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save_newest(trainer)
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if not self._should_save_on_exception(trainer) or not _stopped_together(trainer, exception):
+            return
+        if trainer.validating:
+            _validate_again(trainer)
+        self._save_newest(trainer)
+        rank_zero_info(
+            f"the state after {trainer.global_step} updates is saved in {self.last_model_path}; "
+            "continue from it with --ckpt_path last"
+        )
+
+    def _save_at_epoch_interval(self, trainer: Trainer) -> None:
+        """Lightning does this only if it writes another file, too."""
+        every = self._every_n_epochs  # 1 unless another interval is set
+        if every >= 1 and (trainer.current_epoch + 1) % every == 0:
+            self._save_newest(trainer)
+
+    def _save_newest(self, trainer: Trainer) -> None:
+        if self.save_last and not self._should_skip_saving_checkpoint(trainer):
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+
+
+def _stopped_together(trainer: Trainer, exception: BaseException) -> bool:
+    """Whether all ranks stop here, and not in the middle of an update; saving needs both."""
+    if isinstance(exception, SIGTERMException):
+        return True
+    return trainer.world_size == 1 and isinstance(exception, Exception)
+
+
+def _validate_again(trainer: Trainer) -> None:
+    """Lets a resumed run start over with the validation that is under way.
+
+    Lightning would take it for done. These are the counters of one that was left in its first
+    batch, which it repeats.
+    """
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    progress.reset()
+    progress.increment_ready()
+    progress.increment_started()
