@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
@@ -76,6 +77,7 @@ class ArenaStrategy(ProcessStrategy):
         self._tenant: Tenant | None = None
         self._evaluation = ExitStack()
         self._failure_raised = False
+        self._state_left: dict[str, Any] | None = None
         self.update_metrics: UpdateMetrics | None = None
 
     # --- set-up -----------------------------------------------------------------------------
@@ -125,6 +127,7 @@ class ArenaStrategy(ProcessStrategy):
             self._tenant.compile()
         if fitting:
             self._failure_raised = False
+            self._state_left = None
             self.setup_optimizers(trainer)
             self._engine = self._build_engine(self._tenant)
         self.setup_precision_plugin()
@@ -273,6 +276,8 @@ class ArenaStrategy(ProcessStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._engine is None and self._state_left is not None:
+            return self._state_left
         self._check_for_failure()
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
@@ -297,9 +302,14 @@ class ArenaStrategy(ProcessStrategy):
     @override
     def teardown(self) -> None:
         self._evaluation.close()  # an error may have come before its end
+        # after an error other ranks may be gone, and with them their workers
+        alone = self._trainer.interrupted
+        if self._engine is not None and not (alone and self.ranks.world_size > 1):
+            # a user may still call Trainer.save_checkpoint
+            state = self._engine_state.save(self._adamw)
+            self._state_left = move_data_to_device(state, torch.device("cpu"))
         if self._tenant is not None:
-            # after an error other ranks may be gone, and with them their workers
-            self._tenant.leave(self._trainer.interrupted)
+            self._tenant.leave(alone)
         self._engine = self._tenant = None
         super().teardown()
 

@@ -250,3 +250,13 @@ def train_classifier(
         "left": dict(module.state_dict()),
         "validated_rows": len(trainer.val_dataloaders.sampler),
     }
+
+
+def train_under_ddp(global_batches: list[Tensor]) -> list[Tensor]:
+    """Weights of a model that Lightning's own DDP trains, each rank on every other row."""
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    trainer = new_trainer("ddp", devices=ranks, use_distributed_sampler=False)
+    module = tiny()
+    trainer.fit(module, Batches([batch[rank::ranks] for batch in global_batches]))
+    return [parameter.detach() for parameter in module.parameters()]

@@ -11,6 +11,7 @@ import classifier
 import numpy as np
 import pytest
 import rank_jobs
+import simulation
 import torch
 from ranks import RanksError, run_on_ranks
 from simulation import CONFIG, UPDATES, gammas, learning_rates
@@ -301,3 +302,14 @@ def test_any_module_trains_as_one_worker_per_rank(tmp_path: Path, buffers: str) 
             assert all(
                 torch.equal(result[kind][name], again[kind][name]) for name in result[kind]
             ), kind
+
+
+def test_a_plain_ddp_trainer_trains_the_module() -> None:
+    """TinyLLM needs none of this library's strategies: two ranks under DDP equal one process."""
+    batches = simulation.batches(workers=2)
+    both = run_on_ranks(rank_jobs.train_under_ddp, 2, batches)
+    module = simulation.tiny()
+    simulation.new_trainer("auto").fit(module, simulation.Batches(batches))
+    for on_rank in both:
+        for mine, alone in zip(on_rank, module.parameters(), strict=True):
+            torch.testing.assert_close(mine, alone.detach(), rtol=1e-10, atol=1e-12)
