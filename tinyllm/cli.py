@@ -42,6 +42,7 @@ def _function_command(name: str, args: list[str]) -> None:
 _FUNCTION_MODULES = {
     "prepare": "tinyllm.data.prepare",
     "generate": "tinyllm.generate",
+    "export": "tinyllm.export",
     "topology": "tinyllm.strategies.topology_report",
 }
 
@@ -61,6 +62,7 @@ COMMANDS = {
     "test": Command("Loss of a checkpoint over the whole test split.", _trainer_command),
     "predict": Command("Write the loss of every validation token to a file.", _trainer_command),
     "generate": Command("Sample text from a checkpoint.", _function_command),
+    "export": Command("Write one model of a checkpoint as a stock Llama.", _function_command),
     "topology": Command("Show a topology's mixing matrices and numbers.", _function_command),
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from tinyllm.config import PRESETS, LlamaConfig
@@ -155,12 +155,9 @@ class TinyLLM(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW over two groups, decayed matrices and norm scales, with the schedule per update."""
         chosen = self.optimizer_config
-        parameters = list(self.model.parameters())
+        matrices, scales = parameter_groups(self.model)
         optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in parameters if is_matrix(p)]},
-                {"params": [p for p in parameters if not is_matrix(p)], "weight_decay": 0.0},
-            ],
+            [{"params": matrices}, {"params": scales, "weight_decay": 0.0}],
             lr=chosen.lr,
             betas=chosen.betas,
             eps=chosen.eps,
@@ -189,6 +186,12 @@ class TinyLLM(LightningModule):
                 "trainer.max_steps, trainer.max_epochs or model.schedule.updates"
             )
         return int(planned)
+
+
+def parameter_groups(model: Llama) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices, which decay, and the norm scales, which do not, in the optimizer's order."""
+    parameters = list(model.parameters())
+    return [p for p in parameters if is_matrix(p)], [p for p in parameters if not is_matrix(p)]
 
 
 def _is_dict(value: Any) -> bool:
