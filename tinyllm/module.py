@@ -64,8 +64,13 @@ class TinyLLM(LightningModule):
     ) -> None:
         super().__init__()
         self.config = _resolve(preset, config)
-        self.optimizer_config = AdamWConfig(**optimizer) if _is_dict(optimizer) else optimizer
-        self.schedule = _build_schedule(schedule) if _is_dict(schedule) else schedule
+        # a checkpoint gives plain values
+        if isinstance(optimizer, Mapping):
+            optimizer = AdamWConfig(**optimizer)
+        if isinstance(schedule, Mapping):
+            schedule = _build_schedule(schedule)
+        self.optimizer_config = optimizer
+        self.schedule = schedule
         self.model = Llama(self.config)
         self.validation_loss = TokenLoss()
         self.test_loss = TokenLoss()
@@ -156,8 +161,12 @@ class TinyLLM(LightningModule):
         """AdamW over two groups, decayed matrices and norm scales, with the schedule per update."""
         chosen = self.optimizer_config
         matrices, scales = parameter_groups(self.model)
+        groups: list[dict[str, Any]] = [
+            {"params": matrices},
+            {"params": scales, "weight_decay": 0.0},
+        ]
         optimizer = torch.optim.AdamW(
-            [{"params": matrices}, {"params": scales, "weight_decay": 0.0}],
+            groups,
             lr=chosen.lr,
             betas=chosen.betas,
             eps=chosen.eps,
@@ -192,10 +201,6 @@ def parameter_groups(model: Llama) -> tuple[list[nn.Parameter], list[nn.Paramete
     """The matrices, which decay, and the norm scales, which do not, in the optimizer's order."""
     parameters = list(model.parameters())
     return [p for p in parameters if is_matrix(p)], [p for p in parameters if not is_matrix(p)]
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, Mapping)
 
 
 def _resolve(preset: str | None, config: LlamaConfig | None) -> LlamaConfig:
