@@ -13,8 +13,8 @@ from typing_extensions import override
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes to a temporary file beside the target, syncs it to disk and renames it.
 
-    A run that is killed while it writes leaves the previous checkpoint as it was, and no file that
-    ``ckpt_path: last`` could mistake for one.
+    A run that is killed while it writes, or finds the disk full, leaves the previous checkpoint as
+    it was, and no file that ``ckpt_path: last`` could mistake for one.
     """
 
     @override
@@ -42,8 +42,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(target)
-        except BaseException:
+        except BaseException as error:
             partial.unlink(missing_ok=True)
+            if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+                # torch's own complaint, which does not say that, for example, the disk is full
+                raise type(error.__context__)(*error.__context__.args, str(target)) from error
             raise
         folder = os.open(target.parent, os.O_RDONLY)
         try:

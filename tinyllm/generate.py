@@ -145,8 +145,8 @@ def sample(
     """
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
-    if not temperature >= 0:
-        raise ValueError(f"temperature is {temperature}; it must be at least 0")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}; it must be at least 0 and finite")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k is {top_k}; it must be at least 1")
     if top_p is not None and not 0 < top_p <= 1:

@@ -57,6 +57,7 @@ class RunProgressBar(TQDMProgressBar):
         self._updates = trainer.global_step
         bar = self.train_progress_bar
         bar.total, bar.initial, bar.n = self._planned, self._updates, self._updates
+        bar.refresh()
         self._restart()
 
     def _restart(self) -> None:

@@ -1,0 +1,276 @@
+"""The progress bar: what it shows, and that it reads nothing between log points."""
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from tinyllm import TinyLLM
+from tinyllm.config import LlamaConfig
+from tinyllm.logger import RunLogger
+from tinyllm.metrics import UpdateMetrics
+from tinyllm.module import AdamWConfig
+from tinyllm.progress import RunProgressBar, _short
+from tinyllm.strategies import SyncStrategy
+
+CONFIG = LlamaConfig(layers=1, width=8, heads=2, ffn_width=16, vocab_size=32, context=8)
+
+
+class Screen(io.StringIO):
+    """Output that takes itself for a terminal, or not."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def frames(self) -> list[str]:
+        """What was drawn, one after the other."""
+        return [
+            part.strip() for part in re.split(r"[\r\n]|\x1b\[A", self.getvalue()) if part.strip()
+        ]
+
+
+class Clock:
+    """A second for each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def terminal() -> Screen:
+    return Screen(is_terminal=True)
+
+
+@pytest.fixture
+def log_file() -> Screen:
+    return Screen(is_terminal=False)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("tinyllm.progress.time.perf_counter", clock)
+    return clock
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Global steps at which values of an update are read from the device, in order."""
+    read: list[int] = []
+    scalars = UpdateMetrics.scalars
+
+    def counting(self: UpdateMetrics) -> dict[str, float]:
+        read.append(TRAINERS[-1].global_step)
+        return scalars(self)
+
+    monkeypatch.setattr(UpdateMetrics, "scalars", counting)
+    yield read
+    TRAINERS.clear()
+
+
+TRAINERS: list[Trainer] = []
+
+
+def fit(screen: Screen, module: LightningModule | None = None, **options: Any) -> Trainer:
+    rows = torch.randint(32, (48, 9))
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "strategy": SyncStrategy(compile=False),
+        "max_steps": 12,
+        "log_every_n_steps": 4,
+        "val_check_interval": 6,
+        "check_val_every_n_epoch": None,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "callbacks": [RunProgressBar()],
+    }
+    module = module or TinyLLM(config=CONFIG, optimizer=AdamWConfig(lr=0.02))
+    ckpt_path = options.pop("ckpt_path", None)
+    trainer = Trainer(**(defaults | options))
+    TRAINERS.append(trainer)
+    loaders = DataLoader(rows, batch_size=4), DataLoader(rows[:8], batch_size=4)
+    with redirect_stdout(screen):
+        trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+    return trainer
+
+
+def test_pitfall_10_reads_at_log_points_only(
+    terminal: Screen, clock: Clock, reads: list[int]
+) -> None:
+    fit(terminal)
+    assert set(reads) == {4, 8, 12}
+    updates = {int(n) for n in re.findall(r"(\d+)/12 updates", terminal.getvalue())}
+    assert updates == set(range(13))  # though the bar moves with every update
+
+
+def test_pitfall_10_reads_nothing_without_log_points(terminal: Screen, reads: list[int]) -> None:
+    fit(terminal, log_every_n_steps=0)
+    assert not reads
+
+
+def test_shows_loss_learning_rate_rate_and_validation(terminal: Screen, tmp_path: Path) -> None:
+    trainer = fit(terminal, logger=RunLogger(tmp_path))
+    last = [frame for frame in terminal.frames() if frame.startswith("Training")][-1]
+    assert last.startswith("Training: 100%")
+    assert "12/12 updates" in last
+    loss = float(trainer.callback_metrics["train/loss"])
+    lr = float(trainer.callback_metrics["train/lr"])
+    validation = float(trainer.callback_metrics["validation/loss"])
+    for shown in (f"loss={loss:.3f}", f"lr={lr:.1e}", "tok/s=", f"val={validation:.3f}"):
+        assert shown in last
+    assert "Epoch" not in terminal.getvalue()
+    assert "/-" not in terminal.getvalue()  # as in "0/-2", for a limit that is not set
+
+
+def test_each_validation_leaves_a_line(terminal: Screen) -> None:
+    trainer = fit(terminal)
+    lines = [frame for frame in terminal.frames() if frame.startswith("update ")]
+    found = [re.fullmatch(r"update (\d+): validation loss (.*), perplexity (.*)", x) for x in lines]
+    assert [match[1] for match in found if match] == ["6", "12"]
+    assert found[1]
+    loss = float(trainer.callback_metrics["validation/loss"])
+    assert found[1][2] == f"{loss:.4f}"
+    assert float(found[1][3]) == pytest.approx(torch.tensor(loss).exp().item(), rel=1e-3)
+
+
+def test_the_bar_goes_on_through_epochs_and_accumulation(terminal: Screen, clock: Clock) -> None:
+    fit(terminal, max_steps=-1, max_epochs=2, accumulate_grad_batches=5, val_check_interval=1.0,
+        check_val_every_n_epoch=1)  # fmt: skip
+    counts = [int(n) for n in re.findall(r"(\d+)/6 updates", terminal.getvalue())]
+    assert counts == sorted(counts)
+    assert set(counts) == set(range(7))
+
+
+def test_a_resumed_run_starts_where_it_was(terminal: Screen, clock: Clock, tmp_path: Path) -> None:
+    fit(terminal, max_steps=6).save_checkpoint(tmp_path / "at_6.ckpt")
+    resumed = Screen(is_terminal=True)
+    fit(resumed, ckpt_path=tmp_path / "at_6.ckpt")
+    counts = [int(n) for n in re.findall(r"(\d+)/12 updates", resumed.getvalue())]
+    assert counts
+    assert min(counts) == 6
+
+
+def test_tokens_per_second_are_those_since_the_last_log_point(
+    terminal: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("tinyllm.progress.time.perf_counter", clock)
+    bar = RunProgressBar()
+    rates = []
+    renew = RunProgressBar._renew
+
+    def watched(self: RunProgressBar, trainer: Trainer) -> None:
+        tokens, started = self._tokens, self._started
+        renew(self, trainer)
+        assert started is not None
+        rates.append((tokens, self._started - started))  # type: ignore[operator]
+
+    monkeypatch.setattr(RunProgressBar, "_renew", watched)
+    fit(terminal, callbacks=[bar], limit_val_batches=0)
+    # 4 rows of 8 targets an update; the first update may have compiled, and is left out
+    assert [tokens for tokens, _ in rates] == [3 * 32, 4 * 32, 4 * 32]
+    assert all(seconds > 0 for _, seconds in rates)
+
+
+def test_validation_is_not_in_the_rate(terminal: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = []
+    renew = RunProgressBar._renew
+
+    def watched(self: RunProgressBar, trainer: Trainer) -> None:
+        tokens.append(self._tokens)
+        renew(self, trainer)
+
+    monkeypatch.setattr(RunProgressBar, "_renew", watched)
+    fit(terminal)
+    # after the validation at 6, update 7 only starts the clock
+    assert tokens == [3 * 32, 1 * 32, 4 * 32]
+
+
+@pytest.mark.parametrize("with_logger", [True, False])
+def test_works_under_a_strategy_of_lightnings(
+    terminal: Screen, tmp_path: Path, with_logger: bool
+) -> None:
+    logger: Any = RunLogger(tmp_path) if with_logger else False
+    trainer = fit(terminal, strategy="auto", logger=logger)
+    last = [frame for frame in terminal.frames() if frame.startswith("Training")][-1]
+    loss = float(trainer.callback_metrics["train/loss"])
+    for shown in ("12/12 updates", f"loss={loss:.3f}", "lr=", "tok/s=", "val="):
+        assert shown in last
+
+
+class Other(LightningModule):
+    """A module that knows nothing of this library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(9, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch.float()).square().mean()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("own", self.layer(batch.float()).mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+def test_works_with_any_module(terminal: Screen) -> None:
+    fit(terminal, Other(), strategy="auto")
+    last = [frame for frame in terminal.frames() if frame.startswith("Training")][-1]
+    assert "12/12 updates" in last
+    assert "lr=1.0e-06" in last
+    assert "loss=" not in last
+    assert "update 6:" not in terminal.getvalue()
+
+
+def test_draws_at_a_readers_pace(terminal: Screen) -> None:
+    fit(terminal, limit_val_batches=0, max_steps=200)
+    drawn = len(re.findall(r"/200 updates", terminal.getvalue()))
+    assert drawn < 60  # a fraction of a second, at ten a second, and a few more at both ends
+
+
+def test_a_file_gets_lines_and_no_bar(log_file: Screen, clock: Clock) -> None:
+    trainer = fit(log_file)
+    text = log_file.getvalue()
+    assert "\r" not in text
+    assert "\x1b" not in text
+    lines = text.splitlines()
+    loss = float(trainer.callback_metrics["train/loss"])
+    assert any(re.match(rf"update 12 of 12: loss {loss:.3f}, lr .*, tok/s .*", x) for x in lines)
+    assert len([line for line in lines if "validation loss" in line]) == 2
+    # a second for each look at the clock, of which an update takes at least one
+    assert 2 < len(lines) < 12
+
+
+def test_evaluation_has_its_bars(terminal: Screen, clock: Clock) -> None:
+    module = TinyLLM(config=CONFIG)
+    loader = DataLoader(torch.randint(32, (12, 9)), batch_size=4)
+    trainer = Trainer(accelerator="cpu", logger=False, callbacks=[RunProgressBar()])
+    with redirect_stdout(terminal):
+        trainer.validate(module, loader, verbose=False)
+        trainer.predict(module, loader)
+    assert terminal.getvalue().count("3/3") >= 2
+    assert "update 0:" not in terminal.getvalue()
+    assert "Predicting" in terminal.getvalue()
+
+
+def test_a_rate_is_short() -> None:
+    rates = {0.5: "0.5", 999.4: "999", 1_000: "1k", 15_340: "15.3k", 2_130_000: "2.13M"}
+    assert {rate: _short(rate) for rate in rates} == rates
