@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -36,11 +37,9 @@ class TokenLossWriter(BasePredictionWriter):
         *args: Any,
     ) -> None:
         losses, scored = prediction.float(), batch[:, 1:] != IGNORED
-        if trainer.world_size > 1:  # row r of the global batch is on rank r mod ranks
-            losses, scored = (
-                trainer.strategy.all_gather(rows).transpose(0, 1).flatten(0, 1)
-                for rows in (losses, scored)
-            )
+        if trainer.world_size > 1:
+            losses = _gathered(losses, trainer.world_size)
+            scored = _gathered(scored.byte(), trainer.world_size).bool()
         self._losses.append(losses[scored].cpu())
 
     @override
@@ -57,3 +56,10 @@ class TokenLossWriter(BasePredictionWriter):
         partial.replace(path)
         mean = losses.mean(dtype=np.float64)
         rank_zero_info(f"{path}: losses of {losses.size:,} tokens, {mean:.4f} nats on average")
+
+
+def _gathered(rows: Tensor, world_size: int) -> Tensor:
+    """A global batch ``[B, T]``, whose row r is on rank ``r mod ranks``."""
+    parts = [torch.empty_like(rows) for _ in range(world_size)]
+    dist.all_gather(parts, rows.contiguous())
+    return torch.stack(parts, 1).flatten(0, 1)

@@ -130,6 +130,12 @@ class RunProgressBar(TQDMProgressBar):
         self.print(f"{line}, perplexity {perplexity:.4g}")
 
     @override
+    def on_exception(self, *_: Any) -> None:
+        for bar in (self._val_progress_bar, self._train_progress_bar):
+            if bar is not None:
+                bar.close()  # what is said about it begins on a line of its own
+
+    @override
     def print(self, *args: Any, **kwargs: Any) -> None:
         if self._in_lines:
             print(*args, flush=True, **kwargs)

@@ -247,6 +247,7 @@ def _quiet(command: str) -> None:
     if command != "fit":  # nothing is written, so it does not matter where a run's files were
         warnings.filterwarnings("ignore", r"The dirpath has changed from")
     warnings.filterwarnings("ignore", r"Couldn't infer the batch indices")
+    warnings.filterwarnings("ignore", r".*sync_dist=True")  # what is logged is of all ranks already
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
 
 

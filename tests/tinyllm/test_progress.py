@@ -240,6 +240,20 @@ def test_works_with_any_module(terminal: Screen) -> None:
     assert "update 6:" not in terminal.getvalue()
 
 
+class Failing(TinyLLM):
+    """Fails in its third update."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise RuntimeError("out of luck")
+
+
+def test_an_error_leaves_the_bars_line(terminal: Screen) -> None:
+    with pytest.raises(RuntimeError, match="out of luck"):
+        fit(terminal, Failing(config=CONFIG))
+    assert terminal.getvalue().endswith("\n")
+
+
 def test_draws_at_a_readers_pace(terminal: Screen) -> None:
     fit(terminal, limit_val_batches=0, max_steps=200)
     drawn = len(re.findall(r"/200 updates", terminal.getvalue()))
