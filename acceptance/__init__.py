@@ -1,0 +1,23 @@
+"""What is allowed: frozen gates that decide whether one backend may replace another.
+
+Works on anyone's tables and traces, and needs numpy and pandas only.
+"""
+
+from tinyllm.acceptance.power import pass_probability, seeds_needed
+from tinyllm.acceptance.protocol import (
+    PROTOCOL_1,
+    PROTOCOL_2,
+    Protocol,
+    Recipe,
+    Workload,
+)
+
+__all__ = [
+    "PROTOCOL_1",
+    "PROTOCOL_2",
+    "Protocol",
+    "Recipe",
+    "Workload",
+    "pass_probability",
+    "seeds_needed",
+]
