@@ -29,8 +29,8 @@ _TITLES = {
     "trainer": "trainer: everything that Lightning's Trainer takes",
 }
 _CKPT_PATH = {
-    "fit": "A checkpoint to resume from: a file, or `last` for the newest one in the run's folder, "
-    "if there is one. A file's hyperparameters are defaults for this run.",
+    "fit": "A checkpoint to resume from: a file, or `last` or `best` for one in the run's folder; "
+    "without a last one, training starts anew. Its model's hyperparameters are defaults.",
     "evaluation": "The checkpoint: a file, or `last` or `best` for one in the run's folder; null "
     "takes the last one.",
 }

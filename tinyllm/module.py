@@ -218,6 +218,9 @@ def _resolve(preset: str | None, config: LlamaConfig | None) -> LlamaConfig:
 
 def _build_schedule(description: Mapping[str, Any]) -> Schedule:
     """Rebuilds a schedule from what :meth:`Schedule.to_dict` gave."""
-    name = description["class_path"].rsplit(".", 1)[-1]
+    path = description["class_path"]
     known = {cls.__name__: cls for cls in Schedule.__subclasses__()}
-    return known[name](**description["init_args"])
+    found = known.get(path.rsplit(".", 1)[-1])
+    if found is None:
+        raise ValueError(f"there is no schedule {path!r} so far; import the module it is in first")
+    return found(**description["init_args"])

@@ -50,7 +50,9 @@ class Schedule(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Class path and arguments, as configuration files name them."""
-        return {"class_path": f"tinyllm.schedule.{type(self).__name__}", "init_args": asdict(self)}
+        cls = type(self)
+        class_path = f"{cls.__module__}.{cls.__qualname__}"
+        return {"class_path": class_path, "init_args": asdict(self)}
 
 
 @dataclass(frozen=True)

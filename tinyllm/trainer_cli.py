@@ -174,15 +174,17 @@ class TinyLLMCLI(LightningCLI):
     @override
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
-        if subcommand == "fit":
-            return kwargs
+        given = kwargs["ckpt_path"]
+        if subcommand == "fit" and given != "best":
+            return kwargs  # Lightning knows the others; without `last`, training starts anew
         path = self._checkpoint_path(self.config[subcommand])
-        if path is None and kwargs["ckpt_path"] in (None, "last", "best"):
+        if path is None and given in (None, "last", "best"):
             raise FileNotFoundError(
-                f"there is no checkpoint in {self.trainer.default_root_dir} to {subcommand}; name "
-                "one with --ckpt_path FILE, or the run's folder with --trainer.default_root_dir"
+                f"there is no {given or 'last'}.ckpt of a run in {self.trainer.default_root_dir}; "
+                "name a checkpoint with --ckpt_path FILE, or the run's folder with "
+                "--trainer.default_root_dir"
             )
-        kwargs["ckpt_path"] = path or kwargs["ckpt_path"]
+        kwargs["ckpt_path"] = path or given
         if subcommand == "predict":
             kwargs["return_predictions"] = False  # they go to a file
         return kwargs

@@ -145,12 +145,10 @@ def test_an_overlay_holds_only_what_differs_and_says_over_what(recipe: str) -> N
     assert not repeated
 
 
-def test_folders_of_runs_are_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    recipes = [
-        recipe for recipe in (*SHIPPED, "quickstart", "packed4-quickstart") if recipe != "wsd"
-    ]
-    folders = [parsed(capsys, "fit", *files(r))["trainer"]["default_root_dir"] for r in recipes]
-    assert len(set(folders)) == len(recipes)
+def test_folders_of_runs_are_their_own() -> None:
+    recipes = [name for name in (*SHIPPED, "quickstart", "packed4-quickstart") if name != "wsd"]
+    own = [yaml.safe_load(files(recipe)[-1].read_text(encoding="utf-8")) for recipe in recipes]
+    assert len({config["trainer"]["default_root_dir"] for config in own}) == len(recipes)
 
 
 @pytest.mark.parametrize("recipe", ["packed4-adaptive", "packed8-awc"])

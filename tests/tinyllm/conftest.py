@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the helper modules of this folder
+# for the helper modules of this folder, and for ranks.py
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "strategies")]
 
 VOCAB_SIZE = 280
 TINY = """

@@ -1,12 +1,26 @@
-"""Callbacks by which a run stops itself, named by class path on a command line."""
+"""What tests name by class path on a command line, and a command as one rank of several."""
 
 import os
 import shutil
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+
+from tinyllm.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Halves(Schedule):
+    """Half as much with every update."""
+
+    def factor(self, update: int, total_updates: int) -> float:
+        return 0.5**update
+
+    def after_warmup(self, progress: float) -> float:
+        raise NotImplementedError
 
 
 class SignalAfter(Callback):
@@ -47,3 +61,13 @@ class KeepAside(Callback):
         if trainer.global_step == self._updates:
             root = Path(trainer.default_root_dir)
             shutil.copytree(root / "checkpoints", root / "aside")
+
+
+def tinyllm_on_this_rank(args: list[str]) -> None:
+    """Runs a command in a process that a launcher has started."""
+    import sys
+
+    from tinyllm.cli import main
+
+    sys.argv[1:] = []
+    main(args)

@@ -12,6 +12,8 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Trainer
+from ranks import run_on_ranks
+from stopping import tinyllm_on_this_rank
 
 from tinyllm.cli import main
 from tinyllm.data.cache import TokenCache
@@ -356,7 +358,7 @@ def test_a_run_killed_later_resumes_exactly(
         "--trainer.callbacks.updates", updates)  # fmt: skip
     shutil.rmtree("run/checkpoints")
     Path("run/aside").rename("run/checkpoints")
-    fit("run", *epochs, "--ckpt_path", f"run/checkpoints/{name}.ckpt")
+    fit("run", *epochs, "--ckpt_path", name)
     assert_same_run("run", finished_in_epochs if epochs else finished)
 
 
@@ -385,6 +387,18 @@ def test_a_run_continues_beyond_its_end(fit: Run, finished: Path) -> None:
     fit("run", "--ckpt_path", "last", "--trainer.max_steps", 14)
     assert metrics("run")["train/loss"].count() == 14
     assert load(Path("run/checkpoints/last.ckpt"))["global_step"] == 14
+
+
+def test_a_run_resumes_with_a_schedule_of_ones_own(fit: Run, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("model: {schedule: {class_path: stopping.Halves}}\n")
+    fit("run", "--config", "own.yaml", "--trainer.callbacks", "stopping.FailAfter",
+        "--trainer.callbacks.updates", 3, code=1)  # fmt: skip
+    fit("run", "--ckpt_path", "last", "--trainer.max_steps", 6)  # the checkpoint names it
+    assert lrs("run") == pytest.approx([0.01 / 2**update for update in (0, 1, 3, 4, 5)])
+
+
+def test_best_without_a_checkpoint_is_refused(fit: Run) -> None:
+    assert "there is no best.ckpt of a run in run" in fit("run", "--ckpt_path", "best", code=1).err
 
 
 def test_last_without_a_checkpoint_starts_anew(fit: Run, finished: Path) -> None:
@@ -449,7 +463,7 @@ def test_validate_needs_no_model_beside_the_checkpoint(
 def test_evaluating_without_a_checkpoint_is_refused(command: Any, tiny: Path, name: str) -> None:
     done = command(name, "--config", tiny, "--trainer.default_root_dir", "empty")
     assert done.code == 1
-    assert f"there is no checkpoint in empty to {name}" in done.err
+    assert "there is no last.ckpt of a run in empty" in done.err
     assert "--ckpt_path" in done.err
 
 
@@ -484,6 +498,23 @@ def test_predict_writes_the_loss_of_every_token(
     np.testing.assert_allclose(losses, expected, rtol=1e-5)  # float32, in another batch size
     mean = losses.mean(dtype=np.float64)
     assert f"run/predictions.npy: losses of {len(losses):,} tokens, {mean:.4f} nats" in done.err
+
+
+def test_two_ranks_write_one_run_and_one_file_of_losses(
+    command: Any, tiny: Path, tmp_path: Path, text_cache: Path
+) -> None:
+    two = ["--trainer.devices", "2", "--trainer.default_root_dir", str(tmp_path / "run")]
+    options = ["--config", str(tiny), *two, "--trainer.max_steps", "4"]
+    odd = ["--data.validation_batch_size", "3"]  # does not divide evenly
+    for args in (["fit", *options], ["predict", *options, *odd]):
+        run_on_ranks(tinyllm_on_this_rank, 2, args)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        *("checkpoints", "config.yaml", "hparams.yaml", "metrics.csv", "predictions.npy")
+    ]
+    assert metrics(tmp_path / "run")["train/loss"].count() == 4
+    expected = direct_losses(tmp_path / "run/checkpoints/last.ckpt", text_cache, "validation")
+    losses = np.load(tmp_path / "run/predictions.npy")
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)  # float32, in another batch size
 
 
 # What a user sees
