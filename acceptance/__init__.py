@@ -3,6 +3,8 @@
 Works on anyone's tables and traces, and needs numpy and pandas only.
 """
 
+from tinyllm.acceptance.gates import GateResult, Verdict
+from tinyllm.acceptance.performance import performance_gate
 from tinyllm.acceptance.power import pass_probability, seeds_needed
 from tinyllm.acceptance.protocol import (
     PROTOCOL_1,
@@ -15,9 +17,12 @@ from tinyllm.acceptance.protocol import (
 __all__ = [
     "PROTOCOL_1",
     "PROTOCOL_2",
+    "GateResult",
     "Protocol",
     "Recipe",
+    "Verdict",
     "Workload",
     "pass_probability",
+    "performance_gate",
     "seeds_needed",
 ]
