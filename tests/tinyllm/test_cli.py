@@ -56,7 +56,7 @@ def test_an_unknown_command_lists_the_known(command: Any) -> None:
         assert name in done.err
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_explains_its_options(command: Any, name: str) -> None:
     done = command(name, "--help")
     assert done.code == 0
@@ -70,7 +70,8 @@ def test_every_command_explains_its_options(command: Any, name: str) -> None:
         "generate": ["--checkpoint", "--temperature", "--top_k", "--top_p", "--seed"],
         "topology": ["name", "--workers", "--svg"],
     }
-    for option in expected.get(name, ["--ckpt_path", "--config", "--data.cache"]):
+    expected |= {key: ["--ckpt_path", "--data.cache"] for key in ("validate", "test", "predict")}
+    for option in expected.get(name, ["--help"]):
         assert option in done.out
 
 
