@@ -5,10 +5,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinyllm.callbacks.bigram import BigramBaseline
+    from tinyllm.callbacks.consensus import ConsensusDistance
+    from tinyllm.callbacks.memory import MemoryMonitor
+    from tinyllm.callbacks.throughput import ThroughputWindows
+    from tinyllm.callbacks.trace import UpdateTrace
 
-__all__ = ["BigramBaseline"]
+__all__ = [
+    "BigramBaseline",
+    "ConsensusDistance",
+    "MemoryMonitor",
+    "ThroughputWindows",
+    "UpdateTrace",
+]
 
-_HOME = {"BigramBaseline": "tinyllm.callbacks.bigram"}
+_HOME = {
+    "BigramBaseline": "tinyllm.callbacks.bigram",
+    "ConsensusDistance": "tinyllm.callbacks.consensus",
+    "MemoryMonitor": "tinyllm.callbacks.memory",
+    "ThroughputWindows": "tinyllm.callbacks.throughput",
+    "UpdateTrace": "tinyllm.callbacks.trace",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -46,7 +46,7 @@ LAYERS = {
     "tinyllm.callbacks": Layer(
         layers=frozenset({"tinyllm"}),
         eager=CORE,
-        lazy=frozenset({"matplotlib"}),
+        lazy=frozenset({"matplotlib", "safetensors"}),
     ),
     "tinyllm.kernels": Layer(eager=frozenset({"torch", "triton"})),
     "tinyllm.acceptance": Layer(

@@ -1,0 +1,100 @@
+"""How far workers are from their mean, as a table."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from tinyllm.callbacks.files import write_csv
+from tinyllm.metrics import UpdateMetrics
+from tinyllm.module import TinyLLM
+
+
+class ConsensusDistance(Callback):
+    """Writes ``consensus.csv``: distances of all workers from their mean x̄ at each log point.
+
+    A decentralized strategy computes the distances at log points, and this callback only writes
+    down what it publishes. Computing them at other updates, too, would be a second pass over all
+    weights for the same numbers; where more points are wanted, lower
+    ``trainer.log_every_n_steps``.
+
+    Columns: ``update`` (from 0), ``distance`` over all N workers (the root of the mean of
+    squares), ``relative_distance`` (that over ‖x̄‖), then ``distance/i`` = ‖x_i − x̄‖ and
+    ``relative_distance/i`` for each worker i. A resumed run continues the file. :class:`TinyLLM`
+    logs the same numbers; for any other module this callback logs ``consensus/distance`` and
+    ``consensus/relative_distance``.
+
+    With one worker there is no distance: it says so once and does nothing.
+
+    Args:
+        folder: Where the file goes; null takes the Trainer's ``default_root_dir``.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self._folder = folder
+        self._active = False
+        self._path: Path | None = None  # once it has a header
+        self._first_update = 0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        ranks = getattr(trainer.strategy, "ranks", None)
+        self._active = ranks is not None and ranks.num_workers > 1
+        self._path = None
+        self._first_update = trainer.global_step
+        if not self._active:
+            rank_zero_info("ConsensusDistance: there is one worker, so there is no distance")
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if not self._active:
+            return
+        metrics: UpdateMetrics | None = getattr(trainer.strategy, "update_metrics", None)
+        if metrics is None or metrics.consensus_distance is None:
+            return  # a part of an update, or no log point
+        values = metrics.scalars()
+        overall = {name: values[f"consensus/{name}"] for name in ("distance", "relative_distance")}
+        if not isinstance(pl_module, TinyLLM):
+            pl_module.log_dict({f"consensus/{name}": value for name, value in overall.items()})
+        if trainer.is_global_zero:
+            row = {"update": trainer.global_step - 1, **overall}
+            norm = _average_norm(metrics)
+            for worker in range(len(metrics.loss)):
+                distance = values[f"worker_distance/{worker}"]
+                row[f"distance/{worker}"] = distance
+                row[f"relative_distance/{worker}"] = distance / norm
+            self._write(Path(self._folder or trainer.default_root_dir), row)
+
+    def _write(self, folder: Path, row: dict[str, Any]) -> None:
+        if self._path is None:
+            self._path = folder / "consensus.csv"
+            columns = list(row)
+            write_csv(self._path, columns, _rows_before(self._path, columns, self._first_update))
+        with self._path.open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerow(row.values())
+
+
+def _average_norm(metrics: UpdateMetrics) -> float:
+    assert metrics.average_norm is not None
+    return float(metrics.average_norm)
+
+
+def _rows_before(path: Path, columns: list[str], update: int) -> list[list[str]]:
+    """What an earlier run, which this one continues, has written; whole rows only."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    if not rows or rows[0] != columns:
+        return []
+    return [row for row in rows[1:] if len(row) == len(columns) and int(row[0]) < update]
