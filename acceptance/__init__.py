@@ -4,6 +4,7 @@ Works on anyone's tables and traces, and needs numpy and pandas only.
 """
 
 from tinyllm.acceptance.gates import GateResult, Verdict
+from tinyllm.acceptance.numerical import numerical_gate
 from tinyllm.acceptance.performance import performance_gate
 from tinyllm.acceptance.power import pass_probability, seeds_needed
 from tinyllm.acceptance.protocol import (
@@ -13,6 +14,7 @@ from tinyllm.acceptance.protocol import (
     Recipe,
     Workload,
 )
+from tinyllm.acceptance.traces import TraceComparison, TraceError, compare_traces
 
 __all__ = [
     "PROTOCOL_1",
@@ -20,8 +22,12 @@ __all__ = [
     "GateResult",
     "Protocol",
     "Recipe",
+    "TraceComparison",
+    "TraceError",
     "Verdict",
     "Workload",
+    "compare_traces",
+    "numerical_gate",
     "pass_probability",
     "performance_gate",
     "seeds_needed",

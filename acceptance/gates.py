@@ -177,15 +177,24 @@ class RowChecks:
         """Rules rows out whose value in a column is not among the allowed ones."""
         self.require(self.rows[column].isin(list(allowed)), what)
 
-    def require_finite(self, columns: Sequence[str], *, positive: bool = False) -> None:
-        """Rules rows out with NaN, infinite, negative, or, if asked, zero values."""
+    def require_finite(
+        self, columns: Sequence[str], *, positive: bool = False, among: pd.Series | None = None
+    ) -> None:
+        """Rules rows out with NaN, infinite, negative, or, if asked, zero values.
+
+        Args:
+            columns: Where to look.
+            positive: Whether zero is wrong, too.
+            among: True for the rows to look at; None takes all.
+        """
+        elsewhere = False if among is None else ~among
         for column in columns:
             values = self.rows[column]
             if positive:
                 fits, kind = (values > 0) & (values < math.inf), "a finite number above 0"
             else:
                 fits, kind = (values >= 0) & (values < math.inf), "a finite number of at least 0"
-            self.require(fits, f"{column} is not {kind}")
+            self.require(fits | elsewhere, f"{column} is not {kind}")
 
     def require_unique(self, columns: Sequence[str]) -> None:
         """Rules all rows out that share their values in these columns with another row."""

@@ -153,6 +153,8 @@ class Protocol:
         production_ratio: Least candidate/native speed of a production workload, in each repeat.
         numerical_updates: Matched updates that are compared, from one initial state and the same
             rows; trajectories are never realigned.
+        initial_state_limit: Two initial states are one if the relative L2 of a worker's parameters
+            before the first update is at most this: room for the rounding of stored float32.
         loss_atol: With loss_rtol: |a − b| ≤ atol + rtol · |a| for the losses of each worker.
         loss_rtol: See loss_atol.
         gradients_limit: Relative L2 of a worker's gradients, over all parameters, is below this.
@@ -179,6 +181,7 @@ class Protocol:
     small_batch_ratio: float = 1.05
     production_ratio: float = 0.98
     numerical_updates: int = 5
+    initial_state_limit: float = 1e-6
     loss_atol: float = 0.002
     loss_rtol: float = 0.002
     gradients_limit: float = 0.05

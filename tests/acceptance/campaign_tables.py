@@ -48,3 +48,51 @@ def performance_rows(
                 }
             )
     return pd.DataFrame(rows)
+
+
+def numerical_rows(protocol: Protocol = SMALL, **values: float) -> pd.DataFrame:
+    """A numerical table of candidates and controls, well within all limits unless values say so.
+
+    Values are for the candidates; controls are half as far from native.
+    """
+    far = {
+        "gradients": 0.006,
+        "parameters": 6e-5,
+        "updates": 0.08,
+        "exp_avg": 0.005,
+        "exp_avg_sq": 0.004,
+        "before": 0.0,
+    } | values
+    rows = [
+        {
+            "workload": workload.id,
+            "comparison": comparison,
+            "update": update,
+            "worker": worker,
+            "reference_loss": 10.0,
+            "loss": 10.001,
+            **{name: value * share for name, value in far.items()},
+            "reference_rows_sha256": f"{workload.id}-{update}",
+            "rows_sha256": f"{workload.id}-{update}",
+            "protocol": protocol.hash,
+        }
+        for workload in protocol.workloads
+        for comparison, share in (("candidate/native", 1.0), ("native/native", 0.5))
+        for update in range(protocol.numerical_updates)
+        for worker in range(workload.workers)
+    ]
+    return pd.DataFrame(rows)
+
+
+def put(
+    place: object, column: str | list[str], value: object
+) -> Callable[[pd.DataFrame], pd.DataFrame]:
+    """A change of a table: a value at one or more rows of a column."""
+
+    def change(rows: pd.DataFrame) -> pd.DataFrame:
+        for name in [column] if isinstance(column, str) else column:
+            rows[name] = rows[name].astype(object) if name in rows else None
+        rows.loc[place, column] = value  # type: ignore[index]
+        return rows
+
+    return change

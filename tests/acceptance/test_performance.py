@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from campaign_tables import SMALL, performance_rows
+from campaign_tables import SMALL, performance_rows, put
 
 from tinyllm.acceptance import PROTOCOL_1, PROTOCOL_2, GateResult, Verdict, performance_gate
 
@@ -125,15 +125,6 @@ def test_one_slow_production_repeat_blocks() -> None:
 
 # Wrong tables. Row 0 is the first workload's repeat 1, native, row 1 its candidate; the same
 # workload's repeat 2 is at 14 and 15, and its repeat 3 at 28 and 29.
-
-
-def put(place: Any, column: str, value: Any) -> Callable[[pd.DataFrame], pd.DataFrame]:
-    def change(rows: pd.DataFrame) -> pd.DataFrame:
-        rows[column] = rows[column].astype(object) if column in rows else None
-        rows.loc[place, column] = value
-        return rows
-
-    return change
 
 
 def swapped(rows: pd.DataFrame) -> pd.DataFrame:
