@@ -9,10 +9,8 @@ windows of at least one second; the figure is the median window.
 
 import json
 import platform
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +18,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import Strategy
 
 from tinyllm import TinyLLM, TokenDataModule
+from tinyllm.callbacks import MemoryMonitor, ThroughputWindows
 from tinyllm.data.prepare import prepare
 from tinyllm.logger import RunLogger
 from tinyllm.progress import RunProgressBar
 from tinyllm.strategies import DecentralizedStrategy, SyncStrategy
-
-WARMUP_UPDATES = 20
-WINDOWS = 5
-WINDOW_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -56,77 +51,35 @@ CASES = {
 }
 
 
-class Windows(Callback):
-    """Times windows of equal update counts; waits for the device at their edges only.
-
-    The first stretch after warm-up lasts until its seconds are over, and its number of updates is
-    that of every window, which it does not count as.
-    """
-
-    def __init__(self) -> None:
-        self.updates_per_window: int | None = None
-        self.seconds: list[float] = []
-        self.first_update_seconds = 0.0
-        self._created = time.perf_counter()
-        self._updates = -WARMUP_UPDATES
-        self._started = 0.0
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._updates += 1
-        if self._updates == 1 - WARMUP_UPDATES:
-            self.first_update_seconds = self._elapsed_since(self._created)
-        elif self._updates == 0:
-            self._restart()
-        elif self._updates > 0 and self.updates_per_window is None:
-            if self._elapsed_since(self._started) >= WINDOW_SECONDS:
-                self.updates_per_window = self._updates
-                self._restart()
-        elif self._updates == self.updates_per_window:
-            self.seconds.append(self._elapsed_since(self._started))
-            trainer.should_stop = len(self.seconds) >= WINDOWS
-            self._restart()
-
-    def _elapsed_since(self, start: float) -> float:
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    def _restart(self) -> None:
-        self._updates = 0
-        self._started = time.perf_counter()
-
-
 def measure(case: Case, cache: Path, folder: Path) -> dict[str, Any]:
     """Tokens per second of one case, with what it took."""
     seed_everything(0, verbose=False)
-    torch.cuda.reset_peak_memory_stats()
-    windows = Windows()
+    windows = ThroughputWindows(folder, warmup_updates=20, windows=5, window_seconds=1.0, stop=True)
     trainer = Trainer(
         accelerator="gpu",
         devices=1,
         precision="bf16-mixed",
         strategy=case.strategy(),
         max_steps=1_000_000,
-        min_epochs=0,
         limit_val_batches=0,
         gradient_clip_val=1.0,
         log_every_n_steps=10,
         logger=RunLogger(folder),
-        callbacks=[windows, RunProgressBar()],
+        callbacks=[windows, MemoryMonitor(folder), RunProgressBar()],
         enable_checkpointing=False,
         enable_model_summary=False,
     )
     module: LightningModule = TinyLLM(preset=case.preset)
     data = TokenDataModule(str(cache), context=case.context, batch_size=case.rows)
     trainer.fit(module, data)
-    assert windows.updates_per_window is not None
-    tokens = windows.updates_per_window * case.rows * case.context
-    rates = [tokens / seconds for seconds in windows.seconds]
+    timing = json.loads((folder / "timing.json").read_text())
+    memory = json.loads((folder / "memory.json").read_text())
     return {
-        "tokens_per_second": statistics.median(rates),
-        "windows_tokens_per_second": rates,
-        "updates_per_window": windows.updates_per_window,
-        "first_update_seconds": windows.first_update_seconds,
-        "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "tokens_per_second": timing["median_tokens_per_second"],
+        "windows_tokens_per_second": [w.tokens_per_second for w in windows.meter.windows],
+        **{name: timing[name] for name in ("updates_per_window", "startup_seconds")},
+        "peak_allocated_gib": memory["peak_allocated_bytes"] / 2**30,
+        "peak_reserved_gib": memory["peak_reserved_bytes"] / 2**30,
     }
 
 

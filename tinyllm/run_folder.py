@@ -10,7 +10,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-_OF_A_RUN = ("checkpoints", "metrics.csv", "config.yaml", "hparams.yaml", "predictions.npy")
+_OF_A_RUN = (
+    *("checkpoints", "metrics.csv", "config.yaml", "hparams.yaml", "predictions.npy"),
+    *("throughput.csv", "timing.json", "memory.json", "consensus.csv", "trace"),  # of callbacks
+)
 
 
 class RunFolder(SaveConfigCallback):
