@@ -3,6 +3,7 @@
 Works on anyone's tables and traces, and needs numpy and pandas only.
 """
 
+from tinyllm.acceptance.convergence import convergence_gate
 from tinyllm.acceptance.gates import GateResult, Verdict
 from tinyllm.acceptance.numerical import numerical_gate
 from tinyllm.acceptance.performance import performance_gate
@@ -27,6 +28,7 @@ __all__ = [
     "Verdict",
     "Workload",
     "compare_traces",
+    "convergence_gate",
     "numerical_gate",
     "pass_probability",
     "performance_gate",

@@ -96,3 +96,40 @@ def put(
         return rows
 
     return change
+
+
+PUBLISHED_DIFFERENCES = {
+    "sync-production": (0.006872257872510001, -0.003859072079784198, 0.002927528688834169),
+    "packed4-production": (0.0018901700874307537, -0.00875033936641012, -0.012953424322820872),
+    "packed8-production": (0.000810526952166768, -0.0009985343943714753, 0.0038015016456585116),
+    "sync-b16-c512": (-0.0001299126787577265, 0.0010886194255017578, -0.00008321164745339615),
+    "packed4-b32-c512": (0.002188230232901489, 0.0038082138778436914, 0.0006378337275307899),
+}
+"""Candidate minus native, by recipe, for seeds 45, 46 and 47."""
+
+
+def convergence_rows(
+    protocol: Protocol = SMALL,
+    difference: Callable[[str, int], float] = lambda recipe, seed: 0.0001 * (seed - 46),
+    native: float | dict[str, float] = 3.5,
+) -> pd.DataFrame:
+    """A convergence table in which candidate − native is as given, and all else is in order."""
+    tokens = {
+        r.id: -(-r.budget_tokens // r.update_tokens) * r.update_tokens for r in protocol.recipes
+    }
+    return pd.DataFrame(
+        [
+            {
+                "recipe": run.recipe,
+                "seed": run.seed,
+                "side": side,
+                "final_loss": (native[run.recipe] if isinstance(native, dict) else native)
+                + (difference(run.recipe, run.seed) if side == "candidate" else 0.0),
+                "train_tokens": tokens[run.recipe],
+                "validation_tokens": 1_000_003,
+                "protocol": protocol.hash,
+            }
+            for run in protocol.convergence_runs()
+            for side in ("native", "candidate")
+        ]
+    )
