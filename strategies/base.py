@@ -31,6 +31,7 @@ from tinyllm.strategies.engine import (
 from tinyllm.strategies.native import NativeEngine
 from tinyllm.strategies.processes import ProcessStrategy
 from tinyllm.strategies.state import EngineState
+from tinyllm.strategies.stopping import CommonStop
 from tinyllm.strategies.tenant import Tenant
 
 Backend = Literal["auto", "native"]
@@ -78,6 +79,7 @@ class ArenaStrategy(ProcessStrategy):
         self._evaluation = ExitStack()
         self._failure_raised = False
         self._state_left: dict[str, Any] | None = None
+        self._common_stop: CommonStop | None = None
         self.update_metrics: UpdateMetrics | None = None
 
     # --- set-up -----------------------------------------------------------------------------
@@ -128,6 +130,8 @@ class ArenaStrategy(ProcessStrategy):
         if fitting:
             self._failure_raised = False
             self._state_left = None
+            if self.ranks.world_size > 1:
+                self._common_stop = CommonStop(trainer)
             self.setup_optimizers(trainer)
             self._engine = self._build_engine(self._tenant)
         self.setup_precision_plugin()
@@ -207,8 +211,10 @@ class ArenaStrategy(ProcessStrategy):
             self._combine(),
         )
         # only at log points is anything gathered or read, which waits for the device
-        if trainer._logger_connector.should_update_logs:
+        if (trainer.global_step + 1) % (trainer.log_every_n_steps or 50) == 0:
             self._complete(metrics)
+            if self._common_stop is not None:
+                self._common_stop.agree(self.root_device)
             self._check_for_failure()
         elif self.root_device.type == "cpu":
             self._check_for_failure()
@@ -231,7 +237,9 @@ class ArenaStrategy(ProcessStrategy):
     def _complete(self, metrics: UpdateMetrics) -> None:
         """Adds what is only wanted at log points, and brings all workers' values together."""
         ranks = self.ranks
+        metrics.complete = True
         metrics.loss = ranks.gather(metrics.loss)
+        metrics.targets = ranks.gather(metrics.targets)
         metrics.grad_norm = ranks.gather(metrics.grad_norm)
         if ranks.num_workers > 1:
             distance, metrics.average_norm = consensus_distance(self.engine.arena.weights, ranks)
@@ -263,6 +271,13 @@ class ArenaStrategy(ProcessStrategy):
     def on_validation_end(self) -> None:
         self._evaluation.close()
         super().on_validation_end()
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        # topology and γ go by the Trainer's count, as the schedule does: after a failure it may be
+        # ahead of the updates that were applied
+        self.engine.next_update = self._trainer.global_step
 
     @override
     def on_train_end(self) -> None:
@@ -302,9 +317,12 @@ class ArenaStrategy(ProcessStrategy):
     @override
     def teardown(self) -> None:
         self._evaluation.close()  # an error may have come before its end
+        if self._common_stop is not None:
+            self._common_stop.end()
+            self._common_stop = None
         # after an error other ranks may be gone, and with them their workers
         alone = self._trainer.interrupted
-        if self._engine is not None and not (alone and self.ranks.world_size > 1):
+        if self._engine is not None and self.ranks.world_size == 1:
             # a user may still call Trainer.save_checkpoint
             state = self._engine_state.save(self._adamw)
             self._state_left = move_data_to_device(state, torch.device("cpu"))

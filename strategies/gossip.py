@@ -45,8 +45,9 @@ class Gossip:
                 row = rows[worker - self._local.start]
                 operations += [dist.P2POp(dist.isend, row, reader) for reader in sorted(readers)]
             elif self._local.start // per_rank in readers:
-                buffer = self._received.setdefault(worker, torch.empty_like(rows[0]))
-                operations.append(dist.P2POp(dist.irecv, buffer, owner))
+                if worker not in self._received:
+                    self._received[worker] = torch.empty_like(rows[0])
+                operations.append(dist.P2POp(dist.irecv, self._received[worker], owner))
         if operations:
             self._requests = dist.batch_isend_irecv(operations)
 

@@ -136,7 +136,7 @@ class NativeEngine:
             combine(self.arena.weights, self._failed)
         self.next_update += 1
         self.pending = False
-        return UpdateMetrics(loss=loss, grad_norm=norm, learning_rate=groups[0].lr)
+        return UpdateMetrics(loss, self.targets.clone(), norm, groups[0].lr)
 
     def _adapt(self, groups: list[GroupHyperparameters]) -> None:
         """AdamW on every row: ``x ← (1 − ηλ) x − η u``; writes nothing once an update failed."""
@@ -144,24 +144,24 @@ class NativeEngine:
         found_inf = self._failed.float()
         ranges = zip(arena.layout.groups, self._steps, groups, strict=True)
         for (start, stop), steps, group in ranges:
-            for worker, step in enumerate(steps):
-                adamw(
-                    [arena.weights[worker, start:stop]],
-                    [arena.gradients[worker, start:stop]],
-                    [arena.exp_avg[worker, start:stop]],
-                    [arena.exp_avg_sq[worker, start:stop]],
-                    [],
-                    [step],
-                    fused=True,
-                    found_inf=found_inf,
-                    amsgrad=False,
-                    beta1=group.betas[0],
-                    beta2=group.betas[1],
-                    lr=group.lr,
-                    weight_decay=group.weight_decay,
-                    eps=group.eps,
-                    maximize=False,
-                )
+            rows = (
+                list(flat[:, start:stop].unbind())
+                for flat in (arena.weights, arena.gradients, arena.exp_avg, arena.exp_avg_sq)
+            )
+            adamw(
+                *rows,
+                [],
+                steps,
+                fused=True,
+                found_inf=found_inf,
+                amsgrad=False,
+                beta1=group.betas[0],
+                beta2=group.betas[1],
+                lr=group.lr,
+                weight_decay=group.weight_decay,
+                eps=group.eps,
+                maximize=False,
+            )
 
     def _note_failures(self, bad: Tensor) -> None:
         bad = self._ranks.gather(bad)

@@ -1,6 +1,6 @@
 """What an update tells callbacks and loggers, and exact losses over a split."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,36 +11,49 @@ from torchmetrics import Metric
 class UpdateMetrics:
     """Results of one update, left on the device until somebody reads them.
 
-    At log points they cover all N workers; in between only the W workers of this rank, and what is
-    marked as optional is None.
+    At log points they are complete: they cover all N workers. In between they cover only the W
+    workers of this rank, and what is marked as optional is None.
 
     Attributes:
-        loss: ``[N]`` mean loss of each worker over its targets, in nats.
+        loss: ``[N]`` mean loss of each worker over its targets, in nats; 0 where it had none.
+        targets: ``[N]`` number of those targets.
         grad_norm: ``[N]`` global gradient norm of each worker, before clipping.
         learning_rate: Of this update.
+        complete: Whether this is a log point.
         gamma: Optional; how much of the mixing was left, 0 to 1.
         consensus_distance: Optional ``[N]``; ``‖x_i − x̄‖`` of each worker after the update.
         average_norm: Optional ``[1]``; ``‖x̄‖``.
     """
 
     loss: Tensor
+    targets: Tensor
     grad_norm: Tensor
     learning_rate: float
+    complete: bool = False
     gamma: float | None = None
     consensus_distance: Tensor | None = None
     average_norm: Tensor | None = None
+    _scalars: dict[str, float] | None = field(default=None, init=False, repr=False)
 
     def scalars(self) -> dict[str, float]:
-        """Named values for loggers, read from the device in one transfer.
+        """Named values for loggers, read from the device in one transfer, once.
 
-        The consensus distance over all workers is the root of the mean of squares.
+        The loss is over all targets of all workers. A worker without a target counts in neither
+        loss nor gradient norm. The consensus distance over all workers is the root of the mean of
+        squares.
         """
-        loss, grad_norm, distance, norm = _read(
-            self.loss, self.grad_norm, self.consensus_distance, self.average_norm
+        if self._scalars is None:
+            self._scalars = self._read_scalars()
+        return dict(self._scalars)
+
+    def _read_scalars(self) -> dict[str, float]:
+        loss, targets, grad_norm, distance, norm = _read(
+            self.loss, self.targets, self.grad_norm, self.consensus_distance, self.average_norm
         )
+        trained = [worker for worker, count in enumerate(targets) if count]
         values = {
-            "train/loss": sum(loss) / len(loss),
-            "train/grad_norm": sum(grad_norm) / len(grad_norm),
+            "train/loss": sum(loss[w] * targets[w] for w in trained) / max(1.0, sum(targets)),
+            "train/grad_norm": sum(grad_norm[w] for w in trained) / max(1, len(trained)),
             "train/lr": self.learning_rate,
         }
         if self.gamma is not None:
@@ -50,10 +63,11 @@ class UpdateMetrics:
             values["consensus/distance"] = overall
             values["consensus/relative_distance"] = overall / norm[0]
         if len(loss) > 1:
-            for worker, value in enumerate(loss):
-                values[f"worker_loss/{worker}"] = value
+            for worker in trained:
+                values[f"worker_loss/{worker}"] = loss[worker]
             for worker, value in enumerate(distance):
                 values[f"worker_distance/{worker}"] = value
+                values[f"worker_relative_distance/{worker}"] = value / norm[0]
         return values
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -104,6 +105,8 @@ class TinyLLM(LightningModule):
 
     def on_train_start(self) -> None:
         """A resumed run goes by its own configuration, not by the hyperparameters saved."""
+        if is_overridden("configure_optimizers", self, parent=TinyLLM):
+            return
         optimizer, scheduler = self.optimizers(use_pl_optimizer=False), self.lr_schedulers()
         assert isinstance(optimizer, torch.optim.AdamW)
         assert isinstance(scheduler, LambdaLR)
@@ -122,7 +125,7 @@ class TinyLLM(LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """At log points, reads what the strategy left on the device, once."""
         metrics: UpdateMetrics | None = getattr(self.trainer.strategy, "update_metrics", None)
-        if metrics is None or not self.trainer._logger_connector.should_update_logs:
+        if metrics is None or not metrics.complete:
             return
         values = metrics.scalars()
         self.log("train/loss", values.pop("train/loss"), prog_bar=True)

@@ -85,7 +85,8 @@ class RunProgressBar(TQDMProgressBar):
         if trainer.global_step == self._updates:
             return  # the batch is a part of an update
         self._updates = trainer.global_step
-        if trainer._logger_connector.should_update_logs:
+        metrics = getattr(trainer.strategy, "update_metrics", None)
+        if metrics.complete if metrics else trainer._logger_connector.should_update_logs:
             self._renew(trainer)
         if self._is_due(self._updates, self._planned):
             self._draw()
