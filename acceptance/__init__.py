@@ -3,6 +3,7 @@
 Works on anyone's tables and traces, and needs numpy and pandas only.
 """
 
+from tinyllm.acceptance.accept import Qualification, qualify
 from tinyllm.acceptance.convergence import convergence_gate
 from tinyllm.acceptance.gates import GateResult, Verdict
 from tinyllm.acceptance.numerical import numerical_gate
@@ -22,6 +23,7 @@ __all__ = [
     "PROTOCOL_2",
     "GateResult",
     "Protocol",
+    "Qualification",
     "Recipe",
     "TraceComparison",
     "TraceError",
@@ -32,5 +34,6 @@ __all__ = [
     "numerical_gate",
     "pass_probability",
     "performance_gate",
+    "qualify",
     "seeds_needed",
 ]

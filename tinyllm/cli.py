@@ -39,6 +39,12 @@ def _function_command(name: str, args: list[str]) -> None:
     )
 
 
+def _accept_command(name: str, args: list[str]) -> None:
+    from tinyllm.acceptance.accept import main as accept  # needs neither torch nor jsonargparse
+
+    raise SystemExit(accept(args, prog=f"tinyllm {name}"))
+
+
 _FUNCTION_MODULES = {
     "prepare": "tinyllm.data.prepare",
     "generate": "tinyllm.generate",
@@ -64,6 +70,7 @@ COMMANDS = {
     "generate": Command("Sample text from a checkpoint.", _function_command),
     "export": Command("Write one model of a checkpoint as a stock Llama.", _function_command),
     "topology": Command("Show a topology's mixing matrices and numbers.", _function_command),
+    "accept": Command("Decide by frozen gates if a backend may replace another.", _accept_command),
 }
 
 

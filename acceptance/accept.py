@@ -1,0 +1,145 @@
+"""``tinyllm accept``: the verdict on a campaign's folder, as tables, JSON and an exit code."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from tinyllm.acceptance.convergence import convergence_gate
+from tinyllm.acceptance.gates import GateResult, Verdict, worst
+from tinyllm.acceptance.numerical import numerical_gate
+from tinyllm.acceptance.performance import performance_gate
+from tinyllm.acceptance.protocol import Protocol
+
+GATES: dict[str, Callable[[pd.DataFrame | None, Protocol], GateResult]] = {
+    "performance": performance_gate,
+    "numerical": numerical_gate,
+    "convergence": convergence_gate,
+}
+"""All gates, by the name of the table ``{name}.csv`` that each reads."""
+
+EXIT_CODES = {
+    Verdict.PASS: 0,
+    Verdict.NOT_QUALIFIED: 1,
+    Verdict.INCOMPLETE: 2,
+    Verdict.FAILED: 2,
+}
+
+_SHOWN = {  # table: its title, and how its numbers are printed
+    "small_batch": ("Small batches: median of candidate/native speed", "{:.3f}"),
+    "production": ("Production: candidate/native speed", "{:.3f}"),
+    "costs": ("Medians beside the speed; they decide nothing", "{:.4g}"),
+    "worst": ("Largest relative L2 of any worker and update", "{:.3g}"),
+    "convergence": ("Final validation loss in nats, and the upper bound of its change", "{:.6f}"),
+    "power": ("How likely a truly equal candidate passes", "{:.4g}"),
+}
+
+
+@dataclass(frozen=True)
+class Qualification:
+    """What all gates say together; the worst verdict counts."""
+
+    protocol: Protocol
+    gates: tuple[GateResult, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the candidate may replace native."""
+        return worst(gate.verdict for gate in self.gates)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            "protocol": {"version": self.protocol.version, "hash": self.protocol.hash},
+            "verdict": self.verdict.value,
+            "gates": {gate.gate: gate.to_dict() for gate in self.gates},
+        }
+
+    def to_text(self) -> str:
+        """The tables and messages, to read in a terminal."""
+        lines = [f"protocol {self.protocol.version} ({self.protocol.hash[:12]})"]
+        for gate in self.gates:
+            lines += ["", f"{gate.gate}: {gate.verdict}"]
+            lines += [f"  ! {message}" for message in gate.messages]
+            for name, table in gate.tables.items():
+                if name in _SHOWN and not table.empty:
+                    title, number = _SHOWN[name]
+                    text = table.to_string(index=False, float_format=number.format, na_rep="-")
+                    lines += ["", f"  {title}", *(f"  {line}" for line in text.splitlines())]
+        return "\n".join([*lines, "", f"verdict: {self.verdict}"])
+
+
+def qualify(root: str | Path, protocol: Protocol) -> Qualification:
+    """Runs all gates over ``performance.csv``, ``numerical.csv`` and ``convergence.csv``.
+
+    A table that is not there is incomplete, and one that is no CSV has failed.
+
+    Raises:
+        NotADirectoryError: If the root is no folder.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise NotADirectoryError(f"{root} is not a folder")
+    return Qualification(protocol, tuple(_judge(name, root, protocol) for name in GATES))
+
+
+def _judge(name: str, root: Path, protocol: Protocol) -> GateResult:
+    path = root / f"{name}.csv"
+    try:
+        # as text, so that an allocation named 007 stays one; the gates read the numbers
+        rows = pd.read_csv(path, dtype=str)
+    except FileNotFoundError:
+        return GateResult(name, Verdict.INCOMPLETE, {}, (f"{path} is missing",))
+    except pd.errors.EmptyDataError:
+        return GateResult(name, Verdict.INCOMPLETE, {}, (f"{path} is empty",))
+    except (OSError, ValueError) as error:  # pandas' parser errors are ValueErrors
+        return GateResult(name, Verdict.FAILED, {}, (f"{path} cannot be read: {error}",))
+    return GATES[name](rows, protocol)
+
+
+def protocol_of(root: Path, named: str | None) -> Protocol:
+    """The protocol that was asked for, else the one in ``protocol.json``, else version 1.
+
+    Raises:
+        ValueError: If it cannot be read.
+    """
+    own = root / "protocol.json"
+    if named is not None:
+        return Protocol.load(named)
+    return Protocol.load(own if own.is_file() else "1")
+
+
+def main(args: Sequence[str] | None = None, prog: str = "tinyllm accept") -> int:
+    """Runs the command; its exit code: 0 pass, 1 not qualified, 2 incomplete or invalid."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Decide by frozen gates whether a candidate may replace the native backend. "
+        "Exits 0 for a pass, 1 if the candidate is not qualified, 2 if anything is missing or "
+        "does not count.",
+    )
+    parser.add_argument(
+        "root", type=Path, help="Folder with performance.csv, numerical.csv and convergence.csv."
+    )
+    parser.add_argument(
+        "--protocol",
+        metavar="VERSION|FILE",
+        help="A final version, or a protocol's JSON file (default: ROOT/protocol.json where there "
+        "is one, else 1).",
+    )
+    parser.add_argument("--json", action="store_true", help="Print everything as JSON.")
+    options = parser.parse_args(args)
+    try:
+        found = qualify(options.root, protocol_of(options.root, options.protocol))
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"{prog}: error: {error}\n")
+        return 2
+    if options.json:
+        print(json.dumps(found.to_dict(), indent=1, allow_nan=False))
+    else:
+        print(found.to_text())
+    return EXIT_CODES[found.verdict]
