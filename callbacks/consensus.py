@@ -68,11 +68,9 @@ class ConsensusDistance(Callback):
             pl_module.log_dict({f"consensus/{name}": value for name, value in overall.items()})
         if trainer.is_global_zero:
             row = {"update": trainer.global_step - 1, **overall}
-            norm = _average_norm(metrics)
-            for worker in range(len(metrics.loss)):
-                distance = values[f"worker_distance/{worker}"]
-                row[f"distance/{worker}"] = distance
-                row[f"relative_distance/{worker}"] = distance / norm
+            for worker in range(len(metrics.consensus_distance)):
+                for name in ("distance", "relative_distance"):
+                    row[f"{name}/{worker}"] = values[f"worker_{name}/{worker}"]
             self._write(Path(self._folder or trainer.default_root_dir), row)
 
     def _write(self, folder: Path, row: dict[str, Any]) -> None:
@@ -82,11 +80,6 @@ class ConsensusDistance(Callback):
             write_csv(self._path, columns, _rows_before(self._path, columns, self._first_update))
         with self._path.open("a", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerow(row.values())
-
-
-def _average_norm(metrics: UpdateMetrics) -> float:
-    assert metrics.average_norm is not None
-    return float(metrics.average_norm)
 
 
 def _rows_before(path: Path, columns: list[str], update: int) -> list[list[str]]:

@@ -101,10 +101,13 @@ class MemoryMonitor(Callback):
         batch_idx: int,
     ) -> None:
         assert self._peaks is not None
+        logs = trainer._logger_connector.should_update_logs
+        if not logs and self._peaks.phase == "training":
+            return
         if trainer.global_step == self._updates:
             return  # the batch is a part of an update
         self._updates = trainer.global_step
-        if trainer._logger_connector.should_update_logs:
+        if logs:
             peaks = self._peaks.look()
             pl_module.log_dict(
                 {
