@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from tinyllm.errors import NonFiniteError
 from tinyllm.metrics import UpdateMetrics
 from tinyllm.strategies.checkpoint_io import AtomicCheckpointIO
 from tinyllm.strategies.engine import (
     Combine,
     Engine,
     GroupHyperparameters,
-    NonFiniteError,
     Ranks,
     consensus_distance,
 )

@@ -102,24 +102,6 @@ class Combine:
         self.apply(rows, failed)
 
 
-class NonFiniteError(RuntimeError):
-    """A loss or gradient was NaN or infinite; no state has been changed since.
-
-    Args:
-        update: 0-based update at which it was first seen.
-        workers: Global numbers of the workers it was seen in.
-    """
-
-    def __init__(self, update: int, workers: list[int]) -> None:
-        self.update, self.workers = update, workers
-        named = f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
-        super().__init__(
-            f"loss or gradient of {named} is not finite at update {update}; weights and moments of "
-            "all workers are as they were before it. Lower the learning rate, clip, or look at the "
-            "batch; the state can still be saved and resumed"
-        )
-
-
 class Engine(Protocol):
     """Accumulates gradients over batches and applies one update to all local workers.
 

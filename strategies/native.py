@@ -15,12 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.adamw import adamw
 
 from tinyllm.arena import Arena
+from tinyllm.errors import NonFiniteError
 from tinyllm.metrics import UpdateMetrics
 from tinyllm.strategies.engine import (
     Combine,
     ForwardContext,
     GroupHyperparameters,
-    NonFiniteError,
     Ranks,
 )
 from tinyllm.strategies.losses import LossSums

@@ -1,5 +1,6 @@
 """A LightningModule whose parameters live in an arena."""
 
+import shutil
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -61,7 +63,15 @@ class Tenant:
 
     def compile(self) -> None:
         """Lets ``torch.compile`` build a Llama's forward and backward."""
-        if self.llama is not None:
+        if self.llama is None:
+            return
+        if not any(map(shutil.which, ("c++", "g++", "gcc", "cc", "clang"))):
+            rank_zero_warn(
+                "torch.compile needs a C++ compiler and finds none, so the model is not compiled "
+                "and trains slower; install one (apt install g++), or set the strategy's compile "
+                "to false to silence this"
+            )
+        else:
             # rows of logits stay in cache, where a second pass costs less than online rescaling
             self.llama.compile(dynamic=False, options={"online_softmax": False})
 

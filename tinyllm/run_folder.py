@@ -10,6 +10,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from tinyllm.errors import NonFiniteError
+
 _OF_A_RUN = (
     *("checkpoints", "metrics.csv", "config.yaml", "hparams.yaml", "predictions.npy"),
     *("throughput.csv", "timing.json", "memory.json", "consensus.csv", "trace"),  # of callbacks
@@ -48,13 +50,10 @@ def _resumes(trainer: Trainer) -> bool:
     """Whether the checkpoint to start from belongs to the run's folder."""
     if trainer.ckpt_path is None:
         return False
-    start = Path(trainer.ckpt_path).resolve()
+    # not any file below the run's folder: an earlier run's lie there, too
+    start = Path(trainer.ckpt_path).resolve().parent
     folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
-    return any(
-        start.is_relative_to(Path(folder).resolve())
-        for folder in (trainer.default_root_dir, *folders)
-        if folder is not None
-    )
+    return any(folder is not None and start == Path(folder).resolve() for folder in folders)
 
 
 class RunCheckpoint(ModelCheckpoint):
@@ -121,7 +120,9 @@ def _stopped_together(trainer: Trainer, exception: BaseException) -> bool:
     """Whether all ranks stop here, and not in the middle of an update; saving needs both."""
     if isinstance(exception, SIGTERMException):
         return True
-    return trainer.world_size == 1 and isinstance(exception, Exception)
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    between_batches = batches.ready == batches.processed or isinstance(exception, NonFiniteError)
+    return trainer.world_size == 1 and between_batches and isinstance(exception, Exception)
 
 
 def _validate_again(trainer: Trainer) -> None:

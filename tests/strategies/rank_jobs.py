@@ -1,6 +1,8 @@
 """What the tests run on several ranks."""
 
+import contextlib
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import torch
 import torch.distributed as dist
 from classifier import classifier
 from classifier import examples as classifier_examples
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from simulation import CONFIG, Batches, Recorder, new_trainer, tiny
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -260,3 +263,26 @@ def train_under_ddp(global_batches: list[Tensor]) -> list[Tensor]:
     module = tiny()
     trainer.fit(module, Batches([batch[rank::ranks] for batch in global_batches]))
     return [parameter.detach() for parameter in module.parameters()]
+
+
+class TerminateOneRank(Callback):
+    """Sends SIGTERM to the last rank alone when an update is done."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 5 and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminate_one_rank(cache: str, folder: str) -> int:
+    """How many updates a rank had done when it stopped."""
+    saving = ModelCheckpoint(folder, "stopped", save_on_exception=True, every_n_train_steps=1_000)
+    trainer = new_trainer(
+        DecentralizedStrategy(4, compile=False),
+        devices=2,
+        callbacks=[saving, TerminateOneRank()],
+        enable_checkpointing=True,
+    )
+    data = TokenDataModule(cache, CONFIG.context, 16)
+    with contextlib.suppress(SIGTERMException):
+        trainer.fit(tiny(), data)
+    return trainer.global_step

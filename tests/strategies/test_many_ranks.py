@@ -313,3 +313,13 @@ def test_a_plain_ddp_trainer_trains_the_module() -> None:
     for on_rank in both:
         for mine, alone in zip(on_rank, module.parameters(), strict=True):
             torch.testing.assert_close(mine, alone.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_update(tmp_path: Path, cache: str) -> None:
+    """They hear of it at the next log point, 8, and the state of all is saved."""
+    stopped = run_on_ranks(rank_jobs.terminate_one_rank, 2, cache, str(tmp_path))
+    assert stopped == [8, 8]
+    path = str(tmp_path / "stopped.ckpt")
+    assert torch.load(path, weights_only=True)["global_step"] == 8
+    strategy = {"workers": 4}
+    assert_same(train(2, cache, strategy, resume=path), train(1, cache, strategy))

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tinyllm import TinyLLM
+from tinyllm.errors import NonFiniteError
 from tinyllm.strategies import DecentralizedStrategy, SyncStrategy
 from tinyllm.strategies.base import ArenaStrategy
 from tinyllm.strategies.consensus import AdaptiveConsensus
-from tinyllm.strategies.engine import NonFiniteError
 
 
 class BeforeUpdate(Callback):

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from tinyllm import TinyLLM
 from tinyllm.strategies import DecentralizedStrategy, SyncStrategy
 from tinyllm.strategies.base import ArenaStrategy
+from tinyllm.strategies.engine import Ranks
+from tinyllm.strategies.tenant import Tenant
 
 
 def strategies() -> list[ArenaStrategy]:
@@ -199,3 +201,11 @@ def test_a_frozen_part_of_a_packed_model_is_refused() -> None:
     module.model.norm.requires_grad_(False)
     with pytest.raises(MisconfigurationException, match=r"model\.norm\.weight is frozen or not"):
         fit(module, DecentralizedStrategy(2, compile=False), batches(2))
+
+
+def test_without_a_compiler_the_model_trains_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    module = tiny()
+    with pytest.warns(UserWarning, match=r"needs a C\+\+ compiler and finds none"):
+        Tenant(module, Ranks(1, 1, 1)).compile()
+    assert module.model._compiled_call_impl is None

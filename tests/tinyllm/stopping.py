@@ -51,6 +51,17 @@ class FailAfter(Callback):
             raise RuntimeError("the machine is on fire")
 
 
+class FailWithin(Callback):
+    """Raises an error when the gradients of an update are there, and the update is not done."""
+
+    def __init__(self, updates: int) -> None:
+        self._updates = updates
+
+    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self._updates:
+            raise RuntimeError("the machine is on fire")
+
+
 class KeepAside(Callback):
     """Copies the checkpoints as they are before the next update: what a kill would have left."""
 

@@ -1,5 +1,6 @@
 """Learning-rate schedules by value."""
 
+from itertools import pairwise
 from math import cos, pi
 
 import pytest
@@ -13,7 +14,7 @@ def test_cosine_warms_up_linearly_and_ends_at_its_final_fraction() -> None:
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert factors[5] == pytest.approx(0.1 + 0.9 * (1 + cos(pi / 95)) / 2)
     assert factors[-1] == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(factors[4:], factors[5:], strict=False))
+    assert all(a >= b for a, b in pairwise(factors[4:]))
 
 
 def test_wsd_is_flat_and_then_linear() -> None:

@@ -249,6 +249,15 @@ def test_a_run_from_another_runs_checkpoint_is_a_new_one(fit: Run, finished: Pat
     assert metrics("used/earlier-1")["train/loss"].count() == 12
 
 
+def test_an_earlier_run_goes_on_as_a_new_one(fit: Run, finished: Path) -> None:
+    """Its checkpoint lies below the run's folder, whose own run must not be lost."""
+    copy(finished, "used")
+    fit("used", "--trainer.max_steps", 2)
+    fit("used", "--ckpt_path", "used/earlier-1/checkpoints/last.ckpt", "--trainer.max_steps", 14)
+    assert metrics("used/earlier-2")["train/loss"].count() == 2
+    assert metrics("used")["step"].tolist() == [12, 13]
+
+
 def test_fast_dev_run_leaves_an_earlier_run_alone(fit: Run, finished: Path) -> None:
     copy(finished, "used")
     fit("used", "--trainer.fast_dev_run", "true")
@@ -380,6 +389,15 @@ def test_an_error_saves_what_resumes_exactly(fit: Run, finished: Path) -> None:
     assert "error: RuntimeError: the machine is on fire" in done.err
     fit("run", "--ckpt_path", "last")
     assert_same_state("run", finished)  # its own row was not yet logged
+
+
+def test_an_error_within_an_update_leaves_the_last_checkpoint(fit: Run, finished: Path) -> None:
+    """Half an update's gradients are nothing to go on from."""
+    stop = ["--trainer.callbacks", "stopping.FailWithin", "--trainer.callbacks.updates", 6]
+    fit("run", *stop, code=1)
+    assert load(Path("run/checkpoints/last.ckpt"))["global_step"] == 4  # after a validation
+    fit("run", "--ckpt_path", "last")
+    assert_same_run("run", finished)
 
 
 def test_a_run_continues_beyond_its_end(fit: Run, finished: Path) -> None:

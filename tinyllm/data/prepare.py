@@ -138,6 +138,12 @@ def _known_identity(
     source: SourceKind, given: Tokenizer | None, vocab_size: int | None, boundary_id: int | None
 ) -> TokenizerIdentity | None:
     """The tokenizer's identity where it is known before reading; None for one to be trained."""
+    size = vocab_size if given is None else given.vocab_size
+    if source == "tokens" and size is not None and size > 1 << 16:
+        raise ValueError(
+            f"the vocabulary has {size} ids, and raw token files hold 2-byte ids, up to 65,536 of "
+            "them; prepare from text, or with a smaller vocabulary"
+        )
     if given is not None:
         if vocab_size not in (None, given.vocab_size):
             raise ValueError(

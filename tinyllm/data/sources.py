@@ -258,7 +258,13 @@ def _field(row: Any, field: str, place: str) -> Item:
     text = row[field]
     if not isinstance(text, str):
         return BadInput(place, f"the field {field!r} is not text", f"it is {type(text).__name__}")
-    return Document(text, place) if text else BadInput(place, "the text is empty")
+    if not text:
+        return BadInput(place, "the text is empty")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        return BadInput(place, "not valid Unicode", str(error))
+    return Document(text, place)
 
 
 def _tokens(files: list[Path], boundary_id: int) -> Iterator[Item]:

@@ -111,19 +111,6 @@ def test_pitfall_14_raw_ids_beyond_the_vocabulary(tmp_path: Path, raw_tokens: Pa
     assert not (tmp_path / "a").exists()
 
 
-def test_pitfall_14_large_vocabulary_is_stored_in_uint32(tmp_path: Path, raw_tokens: Path) -> None:
-    cache = prepare(
-        tmp_path / "a",
-        "tokens",
-        str(raw_tokens),
-        vocab_size=70_000,
-        boundary_id=0,
-        validation_fraction=0.2,
-    )
-    assert cache.manifest.dtype == "uint32"
-    assert (cache.path / "train-00000.bin").stat().st_size == 4 * len(cache.split("train"))
-
-
 def test_raw_tokens_with_a_tokenizer_can_be_decoded(corpus: Path, tmp_path: Path) -> None:
     first = prepare_text(tmp_path / "first", corpus)
     train = first.split("train")
@@ -373,3 +360,13 @@ def test_raw_tokens_take_no_time_per_token(tmp_path: Path) -> None:
     assert time.process_time() - start < 3
     assert ids[-1] != 0  # so the last document's boundary is added
     assert sum(split.tokens for split in cache.manifest.splits.values()) == len(ids) + 1
+
+
+def test_raw_tokens_of_a_large_vocabulary_are_refused(tmp_path: Path) -> None:
+    """Four-byte ids would be read as twice as many two-byte ones."""
+    np.arange(10, dtype="<u4").tofile(tmp_path / "a.bin")
+    with pytest.raises(ValueError, match="the vocabulary has 100000 ids, and raw token files"):
+        prepare(
+            tmp_path / "out", "tokens", str(tmp_path / "a.bin"), vocab_size=100_000, boundary_id=2
+        )
+    assert not (tmp_path / "out").exists()

@@ -171,3 +171,13 @@ def test_wrong_number_of_inputs() -> None:
         open_source("csv", ["a"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tokens needs --boundary_id"):
         open_source("tokens", [__file__])
+
+
+def test_half_a_surrogate_pair(tmp_path: Path) -> None:
+    """JSON can spell what UTF-8 cannot hold."""
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"text": "\\ud800"}\n')
+    good, bad = open_source("jsonl", [str(tmp_path)]).read()
+    assert isinstance(good, Document)
+    assert isinstance(bad, BadInput)
+    assert "line 2" in bad.place
+    assert bad.problem == "not valid Unicode"
