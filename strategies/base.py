@@ -211,7 +211,8 @@ class ArenaStrategy(ProcessStrategy):
             self._combine(),
         )
         # only at log points is anything gathered or read, which waits for the device
-        if (trainer.global_step + 1) % (trainer.log_every_n_steps or 50) == 0:
+        every: int = trainer.log_every_n_steps or 50  # type: ignore[attr-defined]
+        if (trainer.global_step + 1) % every == 0:
             self._complete(metrics)
             if self._common_stop is not None:
                 self._common_stop.agree(self.root_device)

@@ -144,12 +144,15 @@ class NativeEngine:
         found_inf = self._failed.float()
         ranges = zip(arena.layout.groups, self._steps, groups, strict=True)
         for (start, stop), steps, group in ranges:
-            rows = (
+            weights, gradients, exp_avg, exp_avg_sq = (
                 list(flat[:, start:stop].unbind())
                 for flat in (arena.weights, arena.gradients, arena.exp_avg, arena.exp_avg_sq)
             )
             adamw(
-                *rows,
+                weights,
+                gradients,
+                exp_avg,
+                exp_avg_sq,
                 [],
                 steps,
                 fused=True,

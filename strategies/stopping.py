@@ -23,11 +23,11 @@ class CommonStop:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._told = False
-        # both are looked up when they are needed, and so found on the instances
+        # Lightning looks both up when it needs them, and so finds them on the instances
         self._connector: Any = trainer._signal_connector
         self._epoch_loop: Any = trainer.fit_loop.epoch_loop
-        self._connector._sigterm_notifier_fn = self._note
-        self._epoch_loop._broadcast_sigterm_tensor = _nothing
+        vars(self._connector)["_sigterm_notifier_fn"] = self._note
+        vars(self._epoch_loop)["_broadcast_sigterm_tensor"] = _nothing
 
     def _note(self, signum: int, _: FrameType | None) -> None:
         launcher: Any = self._trainer.strategy.launcher
@@ -44,8 +44,8 @@ class CommonStop:
 
     def end(self) -> None:
         """Gives both back to Lightning."""
-        del self._connector._sigterm_notifier_fn
-        del self._epoch_loop._broadcast_sigterm_tensor
+        del vars(self._connector)["_sigterm_notifier_fn"]
+        del vars(self._epoch_loop)["_broadcast_sigterm_tensor"]
 
 
 def _nothing() -> None:

@@ -120,7 +120,7 @@ def _stopped_together(trainer: Trainer, exception: BaseException) -> bool:
     """Whether all ranks stop here, and not in the middle of an update; saving needs both."""
     if isinstance(exception, SIGTERMException):
         return True
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     between_batches = batches.ready == batches.processed or isinstance(exception, NonFiniteError)
     return trainer.world_size == 1 and between_batches and isinstance(exception, Exception)
 
