@@ -28,7 +28,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from tinyllm.acceptance.gates import Findings, GateResult, RowChecks, Verdict, below
+from tinyllm.acceptance.gates import Findings, GateResult, RowChecks, Verdict, below, conclude
 from tinyllm.acceptance.power import pass_probability, seeds_needed
 from tinyllm.acceptance.protocol import PROTOCOL_1, SIDES, Protocol, Recipe
 
@@ -67,7 +67,7 @@ def convergence_gate(
     )
     power = _power(pairs, protocol, native_spread or {})
     tables = {"convergence": bounds, "power": power, "pairs": pairs}
-    return GateResult("convergence", findings.verdict, tables, findings.messages)
+    return conclude("convergence", findings, tables)
 
 
 def _checked(rows: pd.DataFrame | None, protocol: Protocol, findings: Findings) -> RowChecks:

@@ -95,6 +95,20 @@ def _sentence(problem: str, places: Sequence[str]) -> str:
     return f"{problem}: {', '.join(unique[:_EXAMPLES])}" + (f" and {more} more" if more > 0 else "")
 
 
+def conclude(gate: str, findings: Findings, tables: dict[str, pd.DataFrame]) -> GateResult:
+    """A gate's result: the worst of what was noted and of the verdicts in its tables.
+
+    A verdict stands in a table's column ``gate``. One that nothing noted explains comes from
+    numbers that overflow, and is noted here.
+    """
+    known = set(Verdict)
+    for name, table in tables.items():
+        stated = [Verdict(cell) for cell in table.get("gate", ()) if cell in known]
+        if _SEVERITY.index(worst(stated)) > _SEVERITY.index(findings.verdict):
+            findings.add(worst(stated), f"{name}: some results are no finite numbers")
+    return GateResult(gate, findings.verdict, tables, findings.messages)
+
+
 def at_least(value: float, threshold: float, protocol: Protocol) -> bool:
     """Whether a value reaches a threshold; at it is enough. False for NaN."""
     return value >= threshold - protocol.threshold_rounding

@@ -25,7 +25,7 @@ Controls show how far native is from itself; they must be there, and no limit ap
 import numpy as np
 import pandas as pd
 
-from tinyllm.acceptance.gates import Findings, GateResult, RowChecks, Verdict, below
+from tinyllm.acceptance.gates import Findings, GateResult, RowChecks, Verdict, below, conclude
 from tinyllm.acceptance.protocol import PROTOCOL_1, Protocol
 from tinyllm.acceptance.traces import QUANTITIES
 
@@ -65,7 +65,7 @@ def numerical_gate(rows: pd.DataFrame | None, protocol: Protocol = PROTOCOL_1) -
         findings.add(Verdict.NOT_QUALIFIED, f"{what} {bound}", [label])
     cases = _cases(counted, {label.partition(" update ")[0] for _, label in failing}, protocol)
     tables = {"worst": _worst(counted, protocol), "cases": cases}
-    return GateResult("numerical", findings.verdict, tables, findings.messages)
+    return conclude("numerical", findings, tables)
 
 
 def _limits(protocol: Protocol) -> dict[str, float]:

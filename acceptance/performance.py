@@ -26,7 +26,15 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from tinyllm.acceptance.gates import Findings, GateResult, RowChecks, Verdict, at_least, worst
+from tinyllm.acceptance.gates import (
+    Findings,
+    GateResult,
+    RowChecks,
+    Verdict,
+    at_least,
+    conclude,
+    worst,
+)
 from tinyllm.acceptance.protocol import PROTOCOL_1, SIDES, Protocol, Workload
 
 COSTS = (
@@ -74,7 +82,7 @@ def performance_gate(rows: pd.DataFrame | None, protocol: Protocol = PROTOCOL_1)
     if rows is not None and not checks.rows.empty:
         costs = _costs(rows, protocol)
         tables |= {} if costs.empty else {"costs": costs}
-    return GateResult("performance", findings.verdict, tables, findings.messages)
+    return conclude("performance", findings, tables)
 
 
 def _checked(rows: pd.DataFrame | None, protocol: Protocol, findings: Findings) -> RowChecks:
