@@ -417,7 +417,7 @@ PROTOCOL_2 = Protocol(
             "sync-production": 0.00543,
             "packed4-production": 0.00766,
             "packed8-production": 0.00243,
-            "sync-b16-c512": 0.0007,
+            "sync-b16-c512": 0.000691,
             "packed4-b32-c512": 0.00159,
         },
     ),

@@ -50,6 +50,14 @@ def test_published_differences_give_the_published_table() -> None:
     )
 
 
+def test_version_2_assumes_the_published_spreads() -> None:
+    for recipe in PROTOCOL_2.recipes:
+        spread = np.std(PUBLISHED_DIFFERENCES[recipe.id], ddof=1)
+        assert recipe.assumed_paired_sd is not None
+        # rounded up at the third digit
+        assert spread <= recipe.assumed_paired_sd < spread * 1.01
+
+
 def test_power_is_reported_beside_the_verdict() -> None:
     power = convergence_gate(published_rows()).tables["power"].set_index("recipe")
     for recipe, (*_, chance) in PUBLISHED.items():

@@ -15,7 +15,7 @@ from tinyllm.acceptance import PROTOCOL_1, PROTOCOL_2, Protocol, seeds_needed
 from tinyllm.acceptance.power import pass_probability, student_t_quantile
 
 HASH_1 = "aa12686ed218b6a3f7b475d4c4962db57be5b787ce09d1c1f7f97a28774e6ecc"
-HASH_2 = "62b28648b374c836027f56a7854bf592a2507d804d76808a24ab7f29b5b5bce3"
+HASH_2 = "c0ba70585e8e9b13487af191a35cb63e3eaedadf04e2814fa7592e6e0839569e"
 P1, P2 = PROTOCOL_1, PROTOCOL_2
 BUDGET = 20 * 20_403_520
 
