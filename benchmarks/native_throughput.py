@@ -2,6 +2,8 @@
 
 Usage: python benchmarks/native_throughput.py RESULTS.json [CASE ...]
 
+Without names, all cases on one GPU; a case on two GPUs is measured alone.
+
 Complete updates: loading, transfer, clipping, AdamW, mixing, finite checks and logging are all on.
 Tokens are random. Each case warms up for 20 updates (compilation among them), then runs five
 windows of at least one second; the figure is the median window.
@@ -31,12 +33,13 @@ from tinyllm.strategies import DecentralizedStrategy, SyncStrategy
 
 @dataclass(frozen=True)
 class Case:
-    """A workload: global batch in rows, and how it is trained."""
+    """A workload: global batch in rows, how it is trained, and on how many GPUs."""
 
     preset: str
     rows: int
     context: int
     strategy: Callable[[], Strategy]
+    devices: int = 1
 
 
 CASES = {
@@ -48,6 +51,9 @@ CASES = {
     "20m-packed8-b8-c1024": Case("20m", 64, 1024, lambda: DecentralizedStrategy(8)),
     "50m-sync-production": Case("50m", 32, 1024, SyncStrategy),
     "90m-sync-production": Case("90m", 32, 1024, SyncStrategy),
+    # the load of one GPU's production cases on each of two
+    "20m-sync-x2": Case("20m", 256, 1024, SyncStrategy, devices=2),
+    "20m-packed4-x2": Case("20m", 256, 1024, lambda: DecentralizedStrategy(8), devices=2),
 }
 
 
@@ -57,7 +63,7 @@ def measure(case: Case, cache: Path, folder: Path) -> dict[str, Any]:
     windows = ThroughputWindows(folder, warmup_updates=20, windows=5, window_seconds=1.0, stop=True)
     trainer = Trainer(
         accelerator="gpu",
-        devices=1,
+        devices=case.devices,
         precision="bf16-mixed",
         strategy=case.strategy(),
         max_steps=1_000_000,
@@ -72,6 +78,8 @@ def measure(case: Case, cache: Path, folder: Path) -> dict[str, Any]:
     module: LightningModule = TinyLLM(preset=case.preset)
     data = TokenDataModule(str(cache), context=case.context, batch_size=case.rows)
     trainer.fit(module, data)
+    if not trainer.is_global_zero:
+        sys.exit()  # a rank that Lightning's launcher has started
     timing = json.loads((folder / "timing.json").read_text())
     memory = json.loads((folder / "memory.json").read_text())
     return {
@@ -84,7 +92,10 @@ def measure(case: Case, cache: Path, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    results_file, chosen = Path(sys.argv[1]), sys.argv[2:] or list(CASES)
+    one_gpu = [name for name, case in CASES.items() if case.devices == 1]
+    results_file, chosen = Path(sys.argv[1]), sys.argv[2:] or one_gpu
+    if len(chosen) > 1 and not set(chosen) <= set(one_gpu):
+        sys.exit("a case on several GPUs is measured alone: its other ranks run this script again")
     results: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from tinyllm.data.cache import TokenStream
-
-IGNORED = -100
-"""Marks a position that is no token: a target with it has no loss (PyTorch's `ignore_index`)."""
+from tinyllm.model import IGNORED
 
 PADDING_ROW = -1
 """The row number of a row that is all IGNORED."""
