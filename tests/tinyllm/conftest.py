@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,3 +95,25 @@ def command(
         return Outcome(code, *capfd.readouterr())
 
     return run
+
+
+@pytest.fixture
+def fit(command: Any, tiny: Path) -> Callable[..., Any]:
+    """Trains in a folder and expects success, unless another exit code is given."""
+
+    def run(folder: str, *args: object, code: int = 0) -> Any:
+        done = command("fit", "--config", tiny, "--trainer.default_root_dir", folder, *args)
+        assert done.code == code, done.err
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """The folder of a run of 12 updates that was never interrupted."""
+    from tinyllm.cli import main
+
+    folder = tmp_path_factory.mktemp("finished")
+    main(["fit", "--config", str(tiny), "--trainer.default_root_dir", str(folder)])
+    return folder

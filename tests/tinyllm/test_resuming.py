@@ -1,0 +1,146 @@
+"""How a run stops, and that it goes on exactly where it was."""
+
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from runs import Run, copy, load, lrs, metrics
+from tinyllm.cli import main
+
+
+def assert_same_run(folder: str, finished: Path) -> None:
+    """The same log and state as the uninterrupted run, to the last bit."""
+    pd.testing.assert_frame_equal(metrics(folder), metrics(finished), check_exact=True)
+    assert_same_state(folder, finished)
+
+
+def assert_same_state(folder: str, finished: Path) -> None:
+    """The same weights, moments, counters and position in the data."""
+    state, expected = (load(Path(f) / "checkpoints/last.ckpt") for f in (folder, finished))
+    assert state["global_step"] == expected["global_step"]
+    for name, tensor in expected["state_dict"].items():
+        assert torch.equal(state["state_dict"][name], tensor), name
+    mine, other = (s["optimizer_states"][0]["state"] for s in (state, expected))
+    for index, entry in other.items():
+        for name, tensor in entry.items():
+            assert torch.equal(mine[index][name], tensor), name
+    assert state["TokenDataModule"]["train"] == expected["TokenDataModule"]["train"]
+
+
+@pytest.fixture(scope="module")
+def finished_in_epochs(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """The same in epochs of 4 updates, each of which ends with a validation."""
+    folder = tmp_path_factory.mktemp("finished_in_epochs")
+    options = ["--trainer.default_root_dir", str(folder), *EPOCHS]
+    main(["fit", "--config", str(tiny), *options])
+    return folder
+
+
+EPOCHS = ["--trainer.limit_train_batches", "4"]
+EVERY_4 = ["--checkpoint.every_n_train_steps", "4"]
+
+
+@pytest.mark.parametrize(
+    ("updates", "interval", "epochs"),
+    [
+        *((3, [], []), (4, [], []), (7, [], EPOCHS), (8, [], EPOCHS)),
+        *((4, EVERY_4, []), (8, EVERY_4, EPOCHS)),
+    ],
+)
+def test_sigterm_saves_what_resumes_exactly(
+    fit: Run,
+    finished: Path,
+    finished_in_epochs: Path,
+    updates: int,
+    interval: list[str],
+    epochs: list[str],
+) -> None:
+    stop = ["--trainer.callbacks", "stopping.SignalAfter", "--trainer.callbacks.updates", updates]
+    done = fit("run", *epochs, *interval, *stop, code=143)
+    assert "Traceback" not in done.err
+    assert f"the state after {updates} updates is saved in run/checkpoints/last.ckpt" in done.err
+    assert load(Path("run/checkpoints/last.ckpt"))["global_step"] == updates
+    fit("run", *epochs, *interval, "--ckpt_path", "last")
+    assert_same_run("run", finished_in_epochs if epochs else finished)
+
+
+@pytest.mark.parametrize(("interval", "epochs"), [([], []), (EVERY_4, []), ([], EPOCHS)])
+def test_sigterm_while_validating_resumes_exactly(
+    fit: Run, finished: Path, finished_in_epochs: Path, interval: list[str], epochs: list[str]
+) -> None:
+    stop = ["--trainer.callbacks", "stopping.SignalAfter", "--trainer.callbacks.updates", 8]
+    stop += ["--trainer.callbacks.validating", "true"]
+    fit("run", *epochs, *interval, *stop, code=143)
+    fit("run", *epochs, *interval, "--ckpt_path", "last")
+    assert_same_run("run", finished_in_epochs if epochs else finished)
+
+
+@pytest.mark.parametrize(
+    ("updates", "name", "epochs"),
+    [(4, "last", []), (8, "best", []), (4, "best", EPOCHS), (8, "last", EPOCHS)],
+)
+def test_a_run_killed_later_resumes_exactly(
+    fit: Run, finished: Path, finished_in_epochs: Path, updates: int, name: str, epochs: list[str]
+) -> None:
+    fit("run", *epochs, "--trainer.callbacks", "stopping.KeepAside",
+        "--trainer.callbacks.updates", updates)  # fmt: skip
+    shutil.rmtree("run/checkpoints")
+    Path("run/aside").rename("run/checkpoints")
+    fit("run", *epochs, "--ckpt_path", name)
+    assert_same_run("run", finished_in_epochs if epochs else finished)
+
+
+def test_ctrl_c_stops_between_updates_and_resumes_exactly(fit: Run, finished: Path) -> None:
+    import signal
+
+    stop = ["--trainer.callbacks", "stopping.SignalAfter", "--trainer.callbacks.updates", 6]
+    done = fit("run", *stop, "--trainer.callbacks.name", "SIGINT", code=130)
+    assert "Stopping after this update" in done.err
+    assert "Traceback" not in done.err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    fit("run", "--ckpt_path", "last")
+    assert_same_run("run", finished)
+
+
+def test_an_error_saves_what_resumes_exactly(fit: Run, finished: Path) -> None:
+    stop = ["--trainer.callbacks", "stopping.FailAfter", "--trainer.callbacks.updates", 6]
+    done = fit("run", *stop, code=1)
+    assert "error: RuntimeError: the machine is on fire" in done.err
+    fit("run", "--ckpt_path", "last")
+    assert_same_state("run", finished)  # its own row was not yet logged
+
+
+def test_an_error_within_an_update_leaves_the_last_checkpoint(fit: Run, finished: Path) -> None:
+    """Half an update's gradients are nothing to go on from."""
+    stop = ["--trainer.callbacks", "stopping.FailWithin", "--trainer.callbacks.updates", 6]
+    fit("run", *stop, code=1)
+    assert load(Path("run/checkpoints/last.ckpt"))["global_step"] == 4  # after a validation
+    fit("run", "--ckpt_path", "last")
+    assert_same_run("run", finished)
+
+
+def test_a_run_continues_beyond_its_end(fit: Run, finished: Path) -> None:
+    copy(finished, "run")
+    fit("run", "--ckpt_path", "last", "--trainer.max_steps", 14)
+    assert metrics("run")["train/loss"].count() == 14
+    assert load(Path("run/checkpoints/last.ckpt"))["global_step"] == 14
+
+
+def test_a_run_resumes_with_a_schedule_of_ones_own(fit: Run, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("model: {schedule: {class_path: stopping.Halves}}\n")
+    fit("run", "--config", "own.yaml", "--trainer.callbacks", "stopping.FailAfter",
+        "--trainer.callbacks.updates", 3, code=1)  # fmt: skip
+    fit("run", "--ckpt_path", "last", "--trainer.max_steps", 6)  # the checkpoint names it
+    assert lrs("run") == pytest.approx([0.01 / 2**update for update in (0, 1, 3, 4, 5)])
+
+
+def test_best_without_a_checkpoint_is_refused(fit: Run) -> None:
+    assert "there is no best.ckpt of a run in run" in fit("run", "--ckpt_path", "best", code=1).err
+
+
+def test_last_without_a_checkpoint_starts_anew(fit: Run, finished: Path) -> None:
+    fit("run", "--ckpt_path", "last")
+    assert_same_run("run", finished)

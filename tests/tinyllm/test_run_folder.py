@@ -1,0 +1,154 @@
+"""What a run leaves in its folder, what it keeps of earlier ones, and what it says."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+from lightning.pytorch import Trainer
+
+from runs import Run, copy, load, metrics
+from tinyllm.module import TinyLLM
+
+
+def test_a_run_leaves_its_configuration_log_and_checkpoints(finished: Path, tiny: Path) -> None:
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    assert config["model"]["optimizer"]["lr"] == 0.01
+    assert config["trainer"]["default_root_dir"] == str(finished)
+    assert {path.name for path in (finished / "checkpoints").iterdir()} == {
+        *("last.ckpt", "best.ckpt"),
+    }
+    assert load(finished / "checkpoints/last.ckpt")["global_step"] == 12
+    rows = metrics(finished)
+    assert rows["train/loss"].count() == 12
+    assert rows[rows["validation/loss"].notna()]["step"].tolist() == [3, 7, 11]
+
+
+def test_a_runs_configuration_starts_the_same_run(
+    command: Any, finished: Path, tmp_path: Path
+) -> None:
+    options = ["--config", finished / "config.yaml", "--trainer.default_root_dir", "again"]
+    assert command("fit", *options).code == 0
+    pd.testing.assert_frame_equal(metrics("again"), metrics(finished))
+
+
+@pytest.mark.parametrize("interval", [None, 4, 5])
+def test_last_holds_the_newest_state(fit: Run, interval: int | None) -> None:
+    saved: list[int] = []
+
+    save = Trainer.save_checkpoint
+
+    def spying(self: Any, path: Any, *args: Any) -> None:
+        if Path(path).name == "last.ckpt":
+            saved.append(self.global_step)
+        save(self, path, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "save_checkpoint", spying)
+        options = [] if interval is None else ["--checkpoint.every_n_train_steps", interval]
+        fit("run", "--trainer.max_steps", 11, *options)
+    expected = {None: [4, 8, 11], 5: [5, 10, 11], 4: [4, 8, 11]}
+    assert saved == expected[interval]
+    assert load(Path("run/checkpoints/last.ckpt"))["global_step"] == 11
+
+
+def test_a_checkpoint_for_each_epoch(fit: Run, tmp_path: Path) -> None:
+    epochs = "trainer: {max_steps: -1, max_epochs: 2, check_val_every_n_epoch: 1, "
+    (tmp_path / "epochs.yaml").write_text(epochs + "val_check_interval: 1.0}\n")
+    fit("run", "--config", "epochs.yaml", "--trainer.limit_train_batches", 3)
+    state = load(Path("run/checkpoints/last.ckpt"))
+    assert (state["global_step"], state["epoch"]) == (6, 1)
+    fit("other", "--config", "epochs.yaml", "--trainer.limit_train_batches", 3,
+        "--trainer.limit_val_batches", 0)  # fmt: skip
+    assert load(Path("other/checkpoints/last.ckpt"))["global_step"] == 6
+
+
+def test_pitfall_13_a_new_run_keeps_an_earlier_one_aside(fit: Run, finished: Path) -> None:
+    used = copy(finished, "used")
+    before = {path.name: path.read_bytes() for path in used.rglob("*") if path.is_file()}
+    done = fit("used", "--trainer.max_steps", 2, "--trainer.log_every_n_steps", 2)
+    assert "used holds an earlier run; it is kept in used/earlier-1" in done.err
+    aside = {path.name: path.read_bytes() for path in Path("used/earlier-1").rglob("*.*")}
+    aside.pop("checkpoints", None)
+    assert aside == before
+    assert metrics("used")["step"].tolist() == [1]
+    assert load(Path("used/checkpoints/last.ckpt"))["global_step"] == 2
+    fit("used", "--trainer.max_steps", 2)
+    assert Path("used/earlier-2/metrics.csv").exists()
+    assert metrics("used/earlier-1")["train/loss"].count() == 12
+
+
+def test_nothing_is_kept_aside_when_a_run_is_refused(fit: Run, finished: Path) -> None:
+    copy(finished, "used")
+    fit("used", "--trainer.gradient_clip_algorithm", "value", code=1)
+    fit("used", "--ckpt_path", "nowhere.ckpt", code=1)
+    fit("used", "--data.cache", "nowhere", code=1)
+    assert not Path("used/earlier-1").exists()
+    assert (Path("used/config.yaml").read_bytes()) == (finished / "config.yaml").read_bytes()
+
+
+def test_a_run_from_another_runs_checkpoint_is_a_new_one(fit: Run, finished: Path) -> None:
+    copy(finished, "used")
+    start = finished / "checkpoints/last.ckpt"
+    fit("used", "--ckpt_path", start, "--trainer.max_steps", 14)
+    assert metrics("used")["step"].tolist() == [12, 13]
+    assert metrics("used/earlier-1")["train/loss"].count() == 12
+
+
+def test_an_earlier_run_goes_on_as_a_new_one(fit: Run, finished: Path) -> None:
+    """Its checkpoint lies below the run's folder, whose own run must not be lost."""
+    copy(finished, "used")
+    fit("used", "--trainer.max_steps", 2)
+    fit("used", "--ckpt_path", "used/earlier-1/checkpoints/last.ckpt", "--trainer.max_steps", 14)
+    assert metrics("used/earlier-2")["train/loss"].count() == 2
+    assert metrics("used")["step"].tolist() == [12, 13]
+
+
+def test_fast_dev_run_leaves_an_earlier_run_alone(fit: Run, finished: Path) -> None:
+    copy(finished, "used")
+    fit("used", "--trainer.fast_dev_run", "true")
+    assert not Path("used/earlier-1").exists()
+    pd.testing.assert_frame_equal(metrics("used"), metrics(finished))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--trainer.enable_checkpointing", "false"],
+        ["--trainer.barebones", "true"],
+        ["--trainer.logger", "false"],
+        ["--trainer.limit_val_batches", "0"],
+        ["--trainer.strategy", "auto"],
+        ["--trainer.enable_progress_bar", "true"],
+        ["--trainer.enable_model_summary", "true"],
+    ],
+)
+def test_lightnings_switches_work(fit: Run, options: list[str]) -> None:
+    if "--trainer.barebones" in options:
+        options = [*options, "--trainer.log_every_n_steps", "0"]
+    fit("run", "--trainer.max_steps", "2", *options)
+    has_checkpoint = Path("run/checkpoints/last.ckpt").exists()
+    assert has_checkpoint == ("checkpointing" not in options[0] and "barebones" not in options[0])
+    assert Path("run/metrics.csv").exists() == (options[0][10:] not in ("barebones", "logger"))
+
+
+def test_a_run_introduces_itself_and_says_where_its_files_are(fit: Run) -> None:
+    done = fit("run", "--trainer.max_steps", 2)
+    words = re.findall(r"^(?:INFO: )?(model|data|training|files|done)  ", done.err, re.MULTILINE)
+    assert words == ["model", "data", "training", "files", "done"]
+    count = TinyLLM(config={"layers": 1, "width": 16, "heads": 2, "ffn_width": 32,
+                            "vocab_size": 280, "context": 16}).config.num_parameters  # fmt: skip
+    assert f"{count:,} parameters: 1 layer, width 16, 2 heads" in done.err
+    assert "2 updates of 8 rows of 16 tokens = 256 tokens" in done.err
+    assert "run/checkpoints/last.ckpt" in done.err
+    for noise in ("TPU", "litlogger", "litmodels", "Trainer.fit` stopped", "not empty", "💡"):
+        assert noise not in done.err + done.out
+
+
+def test_a_packed_run_says_how_rows_are_dealt(fit: Run) -> None:
+    options = ["class_path: tinyllm.strategies.DecentralizedStrategy", "init_args: {workers: 2, "]
+    strategy = f"{{{options[0]}, {options[1]}compile: false}}}}"
+    done = fit("run", "--trainer.max_steps", 1, "--trainer.strategy", strategy)
+    assert "1 updates of 2 x 4 rows of 16 tokens" in done.err
