@@ -151,7 +151,7 @@ class ArenaStrategy(ProcessStrategy):
         return NativeEngine(
             arena,
             tenant.losses(self._micro_batch_size),
-            bind_gradients=tenant.bind_gradients,
+            collect_gradients=tenant.collect_gradients,
             forward_context=self.precision_plugin.train_step_context,
             ranks=self.ranks,
         )
@@ -176,9 +176,10 @@ class ArenaStrategy(ProcessStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor | dict[str, Any]:
         self.update_metrics = None
-        loss = self.engine.accumulate(*args, **kwargs)
-        # Lightning calls zero_grad after this, which must not reach what has been accumulated
+        # autograd is to make gradients of its own, and the zero_grad that Lightning calls after
+        # this must not reach what has been accumulated
         self._own_tenant.release_gradients()
+        loss = self.engine.accumulate(*args, **kwargs)
         extras = self._own_tenant.extras
         return {"loss": loss, **extras} if extras else loss
 

@@ -4,7 +4,6 @@ The reference that every other engine is held to, and the baseline every speed-u
 against.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +24,6 @@ from tinyllm.strategies.engine import (
 )
 from tinyllm.strategies.losses import LossSums
 
-# Gradients are views of arena rows by design; autograd adds into them in place all the same.
-warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
-
 # Fastest first, for small Llamas on Hopper; a backend that cannot run is passed over.
 ATTENTION_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -43,7 +39,8 @@ class NativeEngine:
     Args:
         arena: State of the local workers; the model's parameters are views of its weights.
         losses: What is differentiated.
-        bind_gradients: Makes the parameters' ``.grad`` views of the arena's gradients.
+        collect_gradients: Moves what autograd left in the parameters' ``.grad`` into the arena's
+            gradients; adds to them when it is called with True.
         forward_context: Opens the forward pass's precision.
         ranks: What other ranks hold.
     """
@@ -53,7 +50,7 @@ class NativeEngine:
         arena: Arena,
         losses: LossSums,
         *,
-        bind_gradients: Callable[[], None],
+        collect_gradients: Callable[[bool], None],
         forward_context: ForwardContext,
         ranks: Ranks,
     ) -> None:
@@ -61,7 +58,7 @@ class NativeEngine:
         self.pending = False
         self.next_update = 0
         self._losses = losses
-        self._bind_gradients = bind_gradients
+        self._collect_gradients = collect_gradients
         self._forward_context = forward_context
         self._ranks = ranks
         workers, device = arena.workers, arena.weights.device
@@ -89,11 +86,8 @@ class NativeEngine:
     def accumulate(self, *batch: Any) -> Tensor:
         """Adds the gradients of a batch."""
         if not self.pending:
-            self.arena.gradients.zero_()
             self.nll.zero_()
             self.targets.zero_()
-            self.pending = True
-        self._bind_gradients()  # a zero_grad may have taken them away
         nll_before, targets_before = self.nll.sum(), self.targets.sum()
         micro_batches = self._losses(*batch)
         with sdpa_kernel(ATTENTION_BACKENDS, set_priority=True):
@@ -104,6 +98,8 @@ class NativeEngine:
                     break
                 nll, targets = micro
                 nll.sum().backward()
+                self._collect_gradients(self.pending)
+                self.pending = True
                 self.nll += nll.detach()
                 self.targets += targets
         return (self.nll.sum() - nll_before) / (self.targets.sum() - targets_before).clamp_min(1)

@@ -58,6 +58,7 @@ class Tenant:
         self.extras: dict[str, Any] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self._gradient_rows: list[tuple[Tensor, ...]] = []
         self._arena: Arena | None = None
         self._average_bound = False
 
@@ -102,6 +103,7 @@ class Tenant:
         self._bind(arena.weights)
         gradients = layout.views(self._rows(arena.gradients))
         self._gradients = [(self._parameters[name], view) for name, view in gradients.items()]
+        self._gradient_rows = [self._dense(view) for view in gradients.values()]
         return arena
 
     def _check_parameters(self, names: Mapping[nn.Parameter, str]) -> None:
@@ -145,6 +147,31 @@ class Tenant:
         """Takes each ``.grad`` away, so that a ``zero_grad`` cannot reach the gradient arena."""
         for parameter in self._parameters.values():
             parameter.grad = None
+
+    @torch.no_grad()
+    def collect_gradients(self, add: bool) -> None:
+        """Moves what autograd left in each ``.grad`` into the gradient arena.
+
+        That is a launch or two for all parameters, where autograd would add to a ``.grad`` in the
+        arena with one launch for each.
+
+        Args:
+            add: Adds to the arena and does not replace what it holds.
+        """
+        rows: list[Tensor] = []
+        fresh: list[Tensor] = []
+        for (parameter, view), own in zip(self._gradients, self._gradient_rows, strict=True):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                rows += own
+                fresh += self._dense(gradient.to_dense() if gradient.is_sparse else gradient)
+            elif not add:
+                view.zero_()
+        (torch._foreach_add_ if add else torch._foreach_copy_)(rows, fresh)
+
+    def _dense(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """A tensor as pieces without gaps: the workers' rows of an arena are apart."""
+        return tensor.unbind() if self.llama is not None else (tensor,)
 
     def losses(self, micro_batch_size: int | None) -> LossSums:
         """What an engine differentiates.
