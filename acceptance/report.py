@@ -1,0 +1,337 @@
+"""Writes down what a campaign showed: JSON, a figure and a page, beside its tables.
+
+From ``performance.csv``, ``numerical.csv`` and ``convergence.csv`` of a folder come
+
+- ``qualification.json``: verdicts, messages and all tables;
+- ``provenance.json``: hashes of the protocol, the tables, the frozen sides and the receipts, and
+  the environments that were noted;
+- ``qualification.svg`` and ``qualification.md``, to read.
+
+A campaign that is not finished is refused, unless a partial report is asked for; that one says so
+everywhere and lists what is missing.
+
+Every file ends with, or holds, a seal: a hash of its own content. A report replaces only files with
+a valid seal, so nothing that someone else wrote or edited is lost, and a complete report stays: it
+is renewed from the same tables only, never from others or by a partial one.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinyllm.acceptance.accept import EXIT_CODES, GATES, Qualification, protocol_of, qualify
+from tinyllm.acceptance.evidence import (
+    EvidenceError,
+    environment,
+    hash_file,
+    identity_of,
+    verify_candidate,
+    verify_manifest,
+)
+from tinyllm.acceptance.figure import qualification_figure
+from tinyllm.acceptance.gates import Verdict
+from tinyllm.acceptance.page import qualification_page
+from tinyllm.acceptance.protocol import Protocol
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TABLES = (*(f"{name}.csv" for name in GATES), "validation-curves.csv")
+"""What a report is made from; the last one may be absent, since no gate reads it."""
+
+OUTPUTS = ("qualification.json", "provenance.json", "qualification.svg", "qualification.md")
+"""What a report consists of."""
+
+_UNFINISHED = (Verdict.INCOMPLETE, Verdict.FAILED)
+_SEAL = re.compile(rb"<!-- seal ([0-9a-f]{64}) -->\n\Z")
+
+
+class ReportError(RuntimeError):
+    """There is no report to write: the campaign is not finished, or a file would be lost."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report that was written.
+
+    Attributes:
+        found: What the gates said.
+        missing: What was not measured, by gate.
+        partial: Whether it is marked as partial.
+        files: What was written.
+    """
+
+    found: Qualification
+    missing: dict[str, list[str]]
+    partial: bool
+    files: tuple[Path, ...]
+
+
+def write_report(
+    root: str | Path,
+    protocol: Protocol,
+    *,
+    partial: bool = False,
+    evidence: str | Path | None = None,
+) -> Report:
+    """Judges a campaign's tables and writes the report beside them.
+
+    Args:
+        root: Folder with the tables.
+        protocol: What was to be measured.
+        partial: Reports an unfinished campaign, too, marked as such.
+        evidence: Folder with ``manifest.json``, candidates and receipts, all verified where there
+            is a manifest; None takes the root.
+
+    Raises:
+        NotADirectoryError: If the root is no folder.
+        ReportError: If the campaign is not finished and no partial report is asked for, or if a
+            file of another origin would be overwritten.
+        EvidenceError: If anything frozen has changed, or was frozen for another protocol.
+        ModuleNotFoundError: If matplotlib is missing.
+    """
+    root = Path(root)
+    found = _complete_tables(qualify(root, protocol), root)
+    missing = missing_of(found)
+    unfinished = found.verdict in _UNFINISHED
+    if unfinished and not partial:
+        raise ReportError(_refusal(found))
+    inputs = {name: hash_file(root / name) for name in TABLES if (root / name).is_file()}
+    _require_replaceable(root, inputs, unfinished)
+    judged = found.to_dict() | {"partial": unfinished, "missing": missing, "inputs": inputs}
+    origin = provenance(Path(evidence or root), protocol) | {"inputs": inputs}
+    figure = qualification_figure(found, missing if unfinished else {})
+    page = qualification_page(found, missing, origin, partial=unfinished)
+    contents = {
+        "provenance.json": _sealed_json(origin),
+        "qualification.svg": _sealed(svg(figure)),
+        "qualification.md": _sealed(page),
+        "qualification.json": _sealed_json(judged),
+    }
+    for name, content in contents.items():
+        _replace(root / name, content)
+    return Report(found, missing, unfinished, tuple(root / name for name in OUTPUTS))
+
+
+def missing_of(found: Qualification) -> dict[str, list[str]]:
+    """Names of everything that was not measured or does not count, by gate."""
+    tables = {name: table for gate in found.gates for name, table in gate.tables.items()}
+    ratios, cases, pairs = tables["ratios"], tables["cases"], tables["pairs"]
+    unmeasured = ratios[ratios["ratio"].isna()]
+    repeats = unmeasured.groupby("workload", sort=False)["repeat"].agg(list)
+    empty = cases[(cases["gate"] == Verdict.INCOMPLETE.value) | cases["gradients"].isna()]
+    lost = pairs[pairs["difference"].isna()]
+    return {
+        "performance": [f"{name} repeat {r}" for name, which in repeats.items() for r in which],
+        "numerical": [
+            f"{name} {comparison}"
+            for name, comparison in zip(empty["workload"], empty["comparison"], strict=True)
+        ],
+        "convergence": [
+            f"{recipe} seed {seed}"
+            for recipe, seed in zip(lost["recipe"], lost["seed"], strict=True)
+        ],
+    }
+
+
+def provenance(evidence: Path, protocol: Protocol) -> dict[str, Any]:
+    """Hashes of what a qualification rests on, and the environments that its receipts hold.
+
+    Raises:
+        EvidenceError: If anything frozen has changed, or was frozen for another protocol.
+    """
+    manifest: dict[str, Any] | None = None
+    candidates = []
+    if (evidence / "manifest.json").is_file():
+        frozen = verify_manifest(evidence)
+        if frozen.protocol.hash != protocol.hash:
+            raise EvidenceError(
+                f"{evidence / 'manifest.json'} was frozen for protocol "
+                f"{frozen.protocol.hash[:12]}, and the report is for {protocol.hash[:12]}"
+            )
+        manifest = {
+            "identity": frozen.identity,
+            "source": identity_of(frozen.source),
+            "files": frozen.files,
+            "token_cache": frozen.token_cache,
+        }
+        for place in sorted(evidence.glob("candidates/*/candidate.json")):
+            candidate = verify_candidate(evidence, place.parent.name)
+            candidates.append(
+                {
+                    "id": candidate.id,
+                    "identity": candidate.identity,
+                    "details": candidate.details,
+                }
+            )
+    receipts, environments = _receipts(evidence)
+    return {
+        "protocol": {"version": protocol.version, "hash": protocol.hash},
+        "manifest": manifest,
+        "candidates": candidates,
+        "receipts": receipts,
+        "environments": environments,
+        "report_environment": environment(),
+        "failed_attempts": sorted(path.name for path in evidence.glob("failed/*")),
+    }
+
+
+def _receipts(evidence: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """Hash of each receipt, and each distinct environment with the receipts that hold it."""
+    hashes: dict[str, str] = {}
+    environments: dict[str, dict[str, Any]] = {}
+    for path in sorted(evidence.glob("receipts/*.json")):
+        hashes[path.stem] = hash_file(path)
+        try:
+            noted = json.loads(path.read_text(encoding="utf-8")).get("environment")
+        except (AttributeError, ValueError) as error:
+            raise EvidenceError(f"{path} is no receipt: {error}") from error
+        if noted:
+            entry = {"environment": noted, "receipts": []}
+            environments.setdefault(identity_of(noted), entry)["receipts"].append(path.stem)
+    return hashes, list(environments.values())
+
+
+def svg(figure: "Figure") -> str:
+    """A figure as SVG, the same text for the same figure."""
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "tinyllm"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
+
+
+def _complete_tables(found: Qualification, root: Path) -> Qualification:
+    """Gives gates that could read nothing their empty tables, and shortens paths to names."""
+    gates = []
+    for gate in found.gates:
+        tables = gate.tables or GATES[gate.gate](None, found.protocol).tables
+        messages = tuple(message.replace(f"{root}{os.sep}", "") for message in gate.messages)
+        gates.append(replace(gate, tables=tables, messages=messages))
+    return replace(found, gates=tuple(gates))
+
+
+def _refusal(found: Qualification) -> str:
+    lines = [
+        f"{gate.gate} ({gate.verdict}): {message}"
+        for gate in found.gates
+        if gate.verdict in _UNFINISHED
+        for message in gate.messages
+    ]
+    return "\n  ".join(
+        [
+            f"the campaign is {found.verdict}, so there is no report; finish it, or ask for a "
+            "partial one with --partial",
+            *lines,
+        ]
+    )
+
+
+def _require_replaceable(root: Path, inputs: Mapping[str, str], partial: bool) -> None:
+    """Refuses to lose a file that is no report's, and a complete report."""
+    for name in OUTPUTS:
+        path = root / name
+        if path.exists() and not is_sealed(path):
+            raise ReportError(
+                f"{path} is not as a report wrote it; nothing is overwritten: move it away"
+            )
+    earlier = root / "qualification.json"
+    if earlier.exists():
+        content = json.loads(earlier.read_text(encoding="utf-8"))
+        if not content["partial"] and (partial or content["inputs"] != inputs):
+            raise ReportError(
+                f"{root} holds the complete report of other tables, which stays; move its files "
+                f"away ({', '.join(OUTPUTS)}) or use another folder"
+            )
+
+
+def is_sealed(path: Path) -> bool:
+    """Whether a file is exactly as a report wrote it."""
+    data = path.read_bytes()
+    if path.suffix == ".json":
+        try:
+            content = json.loads(data)
+            seal = content.pop("seal")
+            return bool(seal == identity_of(content))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return False
+    match = _SEAL.search(data)
+    body = data[: match.start()] if match else b""
+    return match is not None and hashlib.sha256(body).hexdigest() == match[1].decode()
+
+
+def _sealed_json(content: dict[str, Any]) -> bytes:
+    sealed = content | {"seal": identity_of(content)}
+    return (json.dumps(sealed, indent=1, allow_nan=False) + "\n").encode()
+
+
+def _sealed(text: str) -> bytes:
+    body = text.encode()
+    return body + f"<!-- seal {hashlib.sha256(body).hexdigest()} -->\n".encode()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    partial = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.chmod(0o644)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def main(args: Sequence[str] | None = None, prog: str = "gh200_report.py") -> int:
+    """Runs the command; its exit code is that of ``tinyllm accept``, 2 if nothing was written."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Write qualification.json, provenance.json, qualification.svg and "
+        "qualification.md beside a campaign's tables. Exits 0 for a pass, 1 if the candidate is "
+        "not qualified, 2 if anything is missing or does not count.",
+    )
+    parser.add_argument(
+        "root", type=Path, help="Folder with performance.csv, numerical.csv and convergence.csv."
+    )
+    parser.add_argument(
+        "--protocol",
+        metavar="VERSION|FILE",
+        help="A final version, or a protocol's JSON file (default: protocol.json of the evidence "
+        "where there is one, else 1).",
+    )
+    parser.add_argument(
+        "--evidence",
+        type=Path,
+        help="Folder with manifest.json, candidates and receipts (default: ROOT).",
+    )
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="Report an unfinished campaign, too, marked as partial.",
+    )
+    options = parser.parse_args(args)
+    try:
+        protocol = protocol_of(options.evidence or options.root, options.protocol)
+        report = write_report(
+            options.root, protocol, partial=options.partial, evidence=options.evidence
+        )
+    except (OSError, ValueError, ReportError, EvidenceError, ModuleNotFoundError) as error:
+        sys.stderr.write(f"{prog}: error: {error}\n")
+        return 2
+    mark = "partial report" if report.partial else "report"
+    print(f"{mark}: {', '.join(str(path) for path in report.files)}")
+    print(f"verdict: {report.found.verdict}")
+    return EXIT_CODES[report.found.verdict]
