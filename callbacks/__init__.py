@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from tinyllm.callbacks.bigram import BigramBaseline
     from tinyllm.callbacks.consensus import ConsensusDistance
     from tinyllm.callbacks.memory import MemoryMonitor
+    from tinyllm.callbacks.report import RunReport
     from tinyllm.callbacks.throughput import ThroughputWindows
     from tinyllm.callbacks.trace import UpdateTrace
 
@@ -14,6 +15,7 @@ __all__ = [
     "BigramBaseline",
     "ConsensusDistance",
     "MemoryMonitor",
+    "RunReport",
     "ThroughputWindows",
     "UpdateTrace",
 ]
@@ -22,6 +24,7 @@ _HOME = {
     "BigramBaseline": "tinyllm.callbacks.bigram",
     "ConsensusDistance": "tinyllm.callbacks.consensus",
     "MemoryMonitor": "tinyllm.callbacks.memory",
+    "RunReport": "tinyllm.callbacks.report",
     "ThroughputWindows": "tinyllm.callbacks.throughput",
     "UpdateTrace": "tinyllm.callbacks.trace",
 }

@@ -15,6 +15,7 @@ from tinyllm.errors import NonFiniteError
 _OF_A_RUN = (
     *("checkpoints", "metrics.csv", "config.yaml", "hparams.yaml", "predictions.npy"),
     *("throughput.csv", "timing.json", "memory.json", "consensus.csv", "trace"),  # of callbacks
+    *("report.html", "curves"),
 )
 
 
