@@ -208,7 +208,8 @@ def _provenance(protocol: Protocol, origin: Mapping[str, Any]) -> list[str]:
     else:
         rows.append(["manifest", f"`{manifest['identity']}`"])
         rows.append(["token cache", f"`{manifest['token_cache']}`"])
-    rows += [["candidate", f"`{candidate['identity']}`"] for candidate in origin["candidates"]]
+    if origin["candidate"] is not None:
+        rows.append(["candidate", f"`{origin['candidate']['identity']}`"])
     rows += [[f"[{name}]({name})", f"`{digest}`"] for name, digest in origin["inputs"].items()]
     rows.append(["receipts", str(len(origin["receipts"]))])
     rows.append(["failed attempts", str(len(origin["failed_attempts"]))])

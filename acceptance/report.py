@@ -82,6 +82,7 @@ def write_report(
     *,
     partial: bool = False,
     evidence: str | Path | None = None,
+    candidate: str | None = None,
 ) -> Report:
     """Judges a campaign's tables and writes the report beside them.
 
@@ -91,11 +92,13 @@ def write_report(
         partial: Reports an unfinished campaign, too, marked as such.
         evidence: Folder with ``manifest.json``, candidates and receipts, all verified where there
             is a manifest; None takes the root.
+        candidate: Id of the frozen candidate that was measured; None takes the only one.
 
     Raises:
         NotADirectoryError: If the root is no folder.
-        ReportError: If the campaign is not finished and no partial report is asked for, or if a
-            file of another origin would be overwritten.
+        ReportError: If the campaign is not finished and no partial report is asked for, if a file
+            of another origin would be overwritten, or if several candidates are frozen and none is
+            named.
         EvidenceError: If anything frozen has changed, or was frozen for another protocol.
         ModuleNotFoundError: If matplotlib is missing.
     """
@@ -108,7 +111,7 @@ def write_report(
     inputs = {name: hash_file(root / name) for name in TABLES if (root / name).is_file()}
     _require_replaceable(root, inputs, unfinished)
     judged = found.to_dict() | {"partial": unfinished, "missing": missing, "inputs": inputs}
-    origin = provenance(Path(evidence or root), protocol) | {"inputs": inputs}
+    origin = provenance(Path(evidence or root), protocol, candidate) | {"inputs": inputs}
     figure = qualification_figure(found, missing if unfinished else {})
     page = qualification_page(found, missing, origin, partial=unfinished)
     contents = {
@@ -143,15 +146,16 @@ def missing_of(found: Qualification) -> dict[str, list[str]]:
     }
 
 
-def provenance(evidence: Path, protocol: Protocol) -> dict[str, Any]:
+def provenance(evidence: Path, protocol: Protocol, candidate: str | None = None) -> dict[str, Any]:
     """Hashes of what a qualification rests on, and the environments that its receipts hold.
 
     Raises:
-        EvidenceError: If anything frozen has changed, or was frozen for another protocol.
+        EvidenceError: If anything frozen has changed, is absent, or is for another protocol.
+        ReportError: If several candidates are frozen and none is named.
     """
     manifest: dict[str, Any] | None = None
-    candidates = []
-    if (evidence / "manifest.json").is_file():
+    measured: dict[str, Any] | None = None
+    if (evidence / "manifest.json").is_file() or candidate is not None:
         frozen = verify_manifest(evidence)
         if frozen.protocol.hash != protocol.hash:
             raise EvidenceError(
@@ -164,20 +168,20 @@ def provenance(evidence: Path, protocol: Protocol) -> dict[str, Any]:
             "files": frozen.files,
             "token_cache": frozen.token_cache,
         }
-        for place in sorted(evidence.glob("candidates/*/candidate.json")):
-            candidate = verify_candidate(evidence, place.parent.name)
-            candidates.append(
-                {
-                    "id": candidate.id,
-                    "identity": candidate.identity,
-                    "details": candidate.details,
-                }
+        ids = sorted(place.parent.name for place in evidence.glob("candidates/*/candidate.json"))
+        if candidate is None and len(ids) > 1:
+            raise ReportError(
+                f"several candidates are frozen ({', '.join(ids)}); name the one that was measured "
+                "with --candidate"
             )
+        if candidate is not None or ids:
+            found = verify_candidate(evidence, candidate or ids[0])
+            measured = {"id": found.id, "identity": found.identity, "details": found.details}
     receipts, environments = _receipts(evidence)
     return {
         "protocol": {"version": protocol.version, "hash": protocol.hash},
         "manifest": manifest,
-        "candidates": candidates,
+        "candidate": measured,
         "receipts": receipts,
         "environments": environments,
         "report_environment": environment(),
@@ -318,6 +322,11 @@ def main(args: Sequence[str] | None = None, prog: str = "gh200_report.py") -> in
         help="Folder with manifest.json, candidates and receipts (default: ROOT).",
     )
     parser.add_argument(
+        "--candidate",
+        metavar="ID",
+        help="The frozen candidate that was measured (default: the only one).",
+    )
+    parser.add_argument(
         "--partial",
         action="store_true",
         help="Report an unfinished campaign, too, marked as partial.",
@@ -326,7 +335,11 @@ def main(args: Sequence[str] | None = None, prog: str = "gh200_report.py") -> in
     try:
         protocol = protocol_of(options.evidence or options.root, options.protocol)
         report = write_report(
-            options.root, protocol, partial=options.partial, evidence=options.evidence
+            options.root,
+            protocol,
+            partial=options.partial,
+            evidence=options.evidence,
+            candidate=options.candidate,
         )
     except (OSError, ValueError, ReportError, EvidenceError, ModuleNotFoundError) as error:
         sys.stderr.write(f"{prog}: error: {error}\n")

@@ -273,7 +273,8 @@ def test_provenance_names_what_was_frozen(root: Path) -> None:
     candidate = freeze(root)
     write_report(root, SMALL)
     origin = content(root, "provenance.json")
-    assert [c["id"] for c in origin["candidates"]] == [candidate]
+    assert origin["candidate"]["id"] == candidate
+    assert origin["candidate"]["details"] == {"backend": "native"}
     assert origin["manifest"]["identity"] == content(root, "manifest.json")["identity"]
     assert origin["manifest"]["token_cache"] == "abc"
     assert sorted(origin["receipts"]) == ["job-1", "job-2", "job-3"]
@@ -281,8 +282,25 @@ def test_provenance_names_what_was_frozen(root: Path) -> None:
     assert noted == {"3.12": ["job-1", "job-2"], "3.11": ["job-3"]}
     assert origin["failed_attempts"] == ["pair-1"]
     page = (root / "qualification.md").read_text()
-    assert f"| candidate | `{origin['candidates'][0]['identity']}` |" in page
+    assert f"| candidate | `{origin['candidate']['identity']}` |" in page
     assert "| environment of 2 receipts | no GPU, Python 3.12 |" in page
+
+
+def test_one_of_several_candidates_is_named(root: Path) -> None:
+    freeze(root)
+    base = root.parent / "source"
+    other = freeze_candidate(root, base=base, files=["run.py"], details={"backend": "gh200"})
+    with pytest.raises(ReportError, match=r"several candidates are frozen .*--candidate"):
+        write_report(root, SMALL)
+    write_report(root, SMALL, candidate=other.id)
+    assert content(root, "provenance.json")["candidate"]["details"] == {"backend": "gh200"}
+    with pytest.raises(EvidenceError, match="absent"):
+        write_report(root, SMALL, candidate="0123456789ab")
+
+
+def test_a_named_candidate_needs_a_manifest(root: Path) -> None:
+    with pytest.raises(EvidenceError, match=r"manifest.json is absent"):
+        write_report(root, SMALL, candidate="0123456789ab")
 
 
 @pytest.mark.parametrize("changed", ["native/run.py", "candidates/*/source/run.py", "native.patch"])
@@ -300,7 +318,7 @@ def test_evidence_may_lie_elsewhere_and_must_be_of_the_protocol(root: Path) -> N
     freeze(root)
     tables = write_tables(root.parent / "tables")
     write_report(tables, SMALL, evidence=root)
-    assert len(content(tables, "provenance.json")["candidates"]) == 1
+    assert content(tables, "provenance.json")["candidate"] is not None
     other = replace(SMALL, repeats=2)
     with pytest.raises(EvidenceError, match="was frozen for protocol"):
         write_report(write_tables(root.parent / "other", other), other, evidence=root)
