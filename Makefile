@@ -15,7 +15,7 @@ LOCK_VENV := build/lock-venv
 # `make lock` takes the newest releases that setup.cfg admits, except these.
 HELD := torch==2.13.0 triton==3.7.1
 
-.PHONY: help install quickstart test lint format lock clean
+.PHONY: help install quickstart pilot test lint format lock clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,12 @@ quickstart: install  ## prepare a small corpus, train a model on it, print a sam
 	$(BIN)/tinyllm prepare --config configs/quickstart-data.yaml
 	$(BIN)/tinyllm fit --config configs/quickstart.yaml
 	$(BIN)/tinyllm generate --checkpoint runs/quickstart/checkpoints/last.ckpt --prompt "def " --seed 0
+
+pilot: install  ## a whole qualification of native against itself, on a CPU and a toy protocol
+	$(BIN)/tinyllm prepare --config configs/quickstart-data.yaml
+	rm -rf runs/pilot
+	$(BIN)/python scripts/pilot.py --cache data/quickstart --root runs/pilot
+	$(BIN)/python scripts/gh200_report.py runs/pilot
 
 test: install  ## run the tests that need no GPU (ARGS="..." goes to pytest)
 	$(BIN)/pytest -n $(WORKERS) --maxprocesses 8 $(ARGS)

@@ -1,0 +1,87 @@
+"""A checkout whose ``tinyllm fit`` only pretends: at once, and with the same numbers each time."""
+
+import json
+from pathlib import Path
+
+CLI = '''
+"""Writes what training would."""
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+SECONDS_PER_UPDATE = {"native": 0.01, "quick": 0.002}
+
+
+def main():
+    config = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
+    Path("pid").write_text(str(os.getpid()))
+    backend = config["trainer"]["strategy"]["init_args"]["backend"]
+    if backend == "slow":
+        time.sleep(60)
+    if backend == "broken":
+        sys.exit("it is broken")
+    rate = SECONDS_PER_UPDATE[backend]
+    for callback in config["trainer"]["callbacks"]:
+        globals()[callback["class_path"].rpartition(".")[2]](rate, config, **callback["init_args"])
+
+
+def MemoryMonitor(rate, config):
+    Path("memory.json").write_text('{"peak_rss_bytes": 7, "peak_allocated_bytes": 5}')
+    if "val_check_interval" in config["trainer"]:
+        steps, every = config["trainer"]["max_steps"], config["trainer"]["val_check_interval"]
+        rows = [f"{step},{3 + 1 / step}" for step in range(every, steps + 1, every)]
+        lines = [f"{int(row.split(',')[0]) - 1},{row.split(',')[1]}" for row in rows]
+        Path("metrics.csv").write_text("\\n".join(["step,validation/loss", *lines]) + "\\n")
+
+
+def ThroughputWindows(rate, config, warmup_updates, windows, window_seconds, updates_per_window,
+                      stop):
+    updates = updates_per_window or math.ceil(window_seconds / rate)
+    timing = {
+        "complete": True, "startup_seconds": 1.0, "training_seconds": 2.0, "elapsed_seconds": 3.0,
+        "warmup_updates": warmup_updates, "updates_per_window": updates,
+    }
+    Path("timing.json").write_text(json.dumps(timing))
+    lines = [f"{updates},1,{updates * rate},1"] * windows
+    Path("throughput.csv").write_text(
+        "\\n".join(["updates,tokens,seconds,tokens_per_second", *lines]) + "\\n"
+    )
+
+
+def UpdateTrace(rate, config, updates):
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    workers = config["trainer"]["strategy"]["init_args"].get("workers", 1)
+    Path("trace").mkdir()
+    kinds = ("gradients", "parameters", "updates", "exp_avg", "exp_avg_sq")
+    tensors = {f"{kind}/weight": np.ones((workers, 3), np.float32) for kind in kinds}
+    entries = []
+    for update in range(updates):
+        save_file(tensors, f"trace/update-{update:05d}.safetensors")
+        entries.append({"update": update, "loss": [3.0] * workers, "learning_rate": 0.1,
+                        "rows_sha256": f"rows {update}"})
+    Path("trace/trace.json").write_text(json.dumps({"format": 1, "updates": entries}))
+'''
+
+
+def make_checkout(folder: Path) -> Path:
+    """A folder that ``freeze_native`` takes."""
+    (folder / "tinyllm").mkdir(parents=True)
+    (folder / "setup.cfg").write_text("[options]\npackage_dir =\n    tinyllm = tinyllm\n")
+    (folder / "requirements.lock").write_text("")
+    (folder / "tinyllm" / "__init__.py").write_text("")
+    (folder / "tinyllm" / "cli.py").write_text(CLI)
+    return folder
+
+
+def make_cache(folder: Path) -> Path:
+    """As much of a token cache as a campaign looks at."""
+    folder.mkdir()
+    content = {"identity": "cache-1", "splits": {"validation": {"tokens": 101}}}
+    (folder / "manifest.json").write_text(json.dumps(content))
+    return folder
