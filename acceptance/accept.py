@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from tinyllm.acceptance.convergence import convergence_gate
+from tinyllm.acceptance.evidence import EvidenceError, verify_candidate, verify_manifest
 from tinyllm.acceptance.gates import GateResult, Verdict, worst
 from tinyllm.acceptance.numerical import numerical_gate
 from tinyllm.acceptance.performance import performance_gate
@@ -114,6 +115,18 @@ def protocol_of(root: Path, named: str | None) -> Protocol:
     return Protocol.load(own if own.is_file() else "1")
 
 
+def _verify_evidence(root: Path) -> None:
+    """Checks every frozen byte, where the tables lie in a campaign's folder.
+
+    Raises:
+        EvidenceError: If one has changed.
+    """
+    if (root / "manifest.json").is_file():
+        verify_manifest(root)
+        for place in sorted((root / "candidates").glob("[!.]*")):
+            verify_candidate(root, place.name)
+
+
 def main(args: Sequence[str] | None = None, prog: str = "tinyllm accept") -> int:
     """Runs the command; its exit code: 0 pass, 1 not qualified, 2 incomplete or invalid."""
     parser = argparse.ArgumentParser(
@@ -134,8 +147,9 @@ def main(args: Sequence[str] | None = None, prog: str = "tinyllm accept") -> int
     parser.add_argument("--json", action="store_true", help="Print everything as JSON.")
     options = parser.parse_args(args)
     try:
+        _verify_evidence(options.root)
         found = qualify(options.root, protocol_of(options.root, options.protocol))
-    except (OSError, ValueError) as error:
+    except (EvidenceError, OSError, ValueError) as error:
         sys.stderr.write(f"{prog}: error: {error}\n")
         return 2
     if options.json:

@@ -2,8 +2,8 @@
 
     python scripts/pilot.py --cache data/quickstart --root runs/pilot
 
-Its protocol is a toy, with thresholds that noise does not decide: it shows that every step works,
-and says nothing about speed.
+Its protocol is a toy with one repeat, and with thresholds that noise does not decide: it shows that
+every step works, and says nothing about speed.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from pathlib import Path
 from tinyllm.acceptance.accept import main as accept
 from tinyllm.acceptance.campaign import Campaign
 from tinyllm.acceptance.configure import Settings
+from tinyllm.acceptance.evidence import EvidenceError
 from tinyllm.acceptance.freezing import freeze_native, freeze_new_candidate
 from tinyllm.acceptance.protocol import PROTOCOL_1, Protocol, Recipe, Workload
 
@@ -87,7 +88,11 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     began = time.perf_counter()
-    code = run(options.root, toy_protocol(), toy_settings(options.cache))
+    try:
+        code = run(options.root, toy_protocol(repeats=1), toy_settings(options.cache))
+    except (EvidenceError, OSError, ValueError) as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return 2
     print(f"{time.perf_counter() - began:.0f} s")
     return code
 

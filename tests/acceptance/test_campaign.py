@@ -146,7 +146,9 @@ def test_a_failed_run_is_kept_apart_and_others_go_on(root: Path) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["protocol.json", "native/tinyllm/cli.py", "candidate"])
-def test_one_changed_byte_refuses_every_later_command(root: Path, frozen: str) -> None:
+def test_one_changed_byte_refuses_every_later_command(
+    root: Path, frozen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     identity = candidate_of(root)
     campaign = Campaign(root, identity)
     source = root / "candidates" / identity / "source" / "tinyllm" / "cli.py"
@@ -164,6 +166,8 @@ def test_one_changed_byte_refuses_every_later_command(root: Path, frozen: str) -
     for command in commands:
         with pytest.raises(EvidenceError, match="changed"):
             command()
+    assert accept([str(root)]) == 2
+    assert "changed" in capsys.readouterr().err
     script = [sys.executable, str(SCRIPTS / "gh200_compare.py"), str(root), "collect"]
     done = subprocess.run([*script, "--candidate", identity], capture_output=True, text=True)
     assert done.returncode == 2
