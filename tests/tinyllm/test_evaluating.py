@@ -10,7 +10,7 @@ import torch
 from ranks import run_on_ranks
 from stopping import tinyllm_on_this_rank
 
-from runs import copy, load, metrics
+from run_files import copy, load, metrics
 from tinyllm.data.cache import TokenCache
 from tinyllm.module import TinyLLM
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from runs import Run, copy, load, lrs, printed
+from run_files import Run, copy, load, lrs, printed
 
 
 def test_print_config_shows_overrides(command: Any, tiny: Path) -> None:

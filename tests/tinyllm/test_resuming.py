@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
-from runs import Run, copy, load, lrs, metrics
+from run_files import Run, copy, load, lrs, metrics
 from tinyllm.cli import main
 
 

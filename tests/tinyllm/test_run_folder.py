@@ -9,7 +9,7 @@ import pytest
 import yaml
 from lightning.pytorch import Trainer
 
-from runs import Run, copy, load, metrics
+from run_files import Run, copy, load, metrics
 from tinyllm.module import TinyLLM
 
 
