@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_on_ranks
+from run_files import copy, load, metrics
 from stopping import tinyllm_on_this_rank
 
-from run_files import copy, load, metrics
 from tinyllm.data.cache import TokenCache
 from tinyllm.module import TinyLLM
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from run_files import Run, copy, load, lrs, printed
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-
 from run_files import Run, copy, load, lrs, metrics
+
 from tinyllm.cli import main
 
 

@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 import yaml
 from lightning.pytorch import Trainer
-
 from run_files import Run, copy, load, metrics
+
 from tinyllm.module import TinyLLM
 
 
