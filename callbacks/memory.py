@@ -1,7 +1,9 @@
 """Peak memory in each phase of a run."""
 
+import math
 import resource
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from tinyllm.callbacks.files import write_json
 
 Peaks = dict[str, int]
 """Bytes by name."""
+
+_LOG_POINT_SECONDS = 30.0  # a file is synced to the disk, which is too slow for every log point
 
 
 class PhasePeaks:
@@ -71,6 +75,11 @@ class MemoryMonitor(Callback):
     everything up to its end. With many ranks the file has the largest of each; loggers get rank
     0's own, of the present phase, in GiB.
 
+    The file is written when training ends, and before that with each checkpoint, after each
+    validation, at log points 30 seconds apart and at an error, so that a run which is killed leaves
+    one, too. Until training has ended its ``complete`` is false and it has rank 0's own figures:
+    nothing is exchanged in the middle of a run.
+
     Args:
         folder: Where the file goes; null takes the Trainer's ``default_root_dir``.
     """
@@ -80,12 +89,14 @@ class MemoryMonitor(Callback):
         self._peaks: PhasePeaks | None = None
         self._updates = 0
         self._interrupted = ""
+        self._written = -math.inf
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             device = trainer.strategy.root_device
             self._peaks = PhasePeaks(lambda: _read(device), lambda: _reset(device), "startup")
+            self._written = -math.inf
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -115,8 +126,22 @@ class MemoryMonitor(Callback):
                     for name, value in peaks.items()
                 }
             )
+            if time.monotonic() - self._written >= _LOG_POINT_SECONDS:
+                self._write(trainer)
         if self._peaks.phase == "startup":
             self._peaks.enter("training")
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._write(trainer)
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._write(trainer)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -128,21 +153,30 @@ class MemoryMonitor(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and self._peaks is not None:
             self._peaks.enter(self._interrupted)
+            self._write(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._peaks is not None
         self._peaks.look()
-        phases = _largest(trainer, self._peaks.of_phases)
-        if trainer.is_global_zero:
-            names = next(iter(phases.values()))
-            overall = {name: max(peaks[name] for peaks in phases.values()) for name in names}
-            path = Path(self._folder or trainer.default_root_dir) / "memory.json"
-            write_json(path, {**overall, "phases": phases})
+        self._write(trainer, _largest(trainer, self._peaks.of_phases))
+        self._peaks = None  # a checkpoint that follows must not put this rank's figures there
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._peaks = None
+
+    def _write(self, trainer: Trainer, of_all_ranks: Mapping[str, Peaks] | None = None) -> None:
+        """Writes the peaks of all ranks, or this one's where training goes on."""
+        if self._peaks is None or not trainer.is_global_zero:
+            return
+        self._written = time.monotonic()
+        self._peaks.look()
+        phases = self._peaks.of_phases if of_all_ranks is None else of_all_ranks
+        names = next(iter(phases.values()))
+        overall = {name: max(peaks[name] for peaks in phases.values()) for name in names}
+        path = Path(self._folder or trainer.default_root_dir) / "memory.json"
+        write_json(path, {**overall, "complete": of_all_ranks is not None, "phases": phases})
 
 
 def _read(device: torch.device) -> Peaks:

@@ -1,12 +1,16 @@
 """Peak memory by phase: exact with a fake counter, and real runs on the CPU."""
 
 import json
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from simulation import Batches, batches, new_trainer, tiny
 from torch.utils.data import DataLoader
 
@@ -103,6 +107,61 @@ def test_phases_change_where_they_should(tmp_path: Path, monkeypatch: pytest.Mon
         ("training", 1),
         *(("validation", 2), ("training", 2), ("validation", 4), ("training", 4)),
     ]
+
+
+def stop_at(update: int, how: Any) -> Callback:
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == update:
+                how()
+
+    return Stop()
+
+
+def fail() -> None:
+    raise RuntimeError("stopped")
+
+
+def test_a_run_that_fails_leaves_its_peaks(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(tmp_path, MemoryMonitor(), stop_at(3, fail), limit_val_batches=0)
+    written = json.loads((tmp_path / "memory.json").read_text())
+    assert set(written["phases"]) == {"startup", "training"}
+    assert not written["complete"]
+
+
+def test_a_killed_run_leaves_its_peaks(tmp_path: Path) -> None:
+    """As of its last validation; nothing can be written at the kill itself."""
+    child = os.fork()
+    if child == 0:
+        fit(tmp_path, MemoryMonitor(), stop_at(7, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    written = json.loads((tmp_path / "memory.json").read_text())
+    assert set(written["phases"]) == {"startup", "validation", "training"}
+    assert not written["complete"]
+
+
+def test_a_checkpoint_after_training_leaves_the_complete_file(tmp_path: Path) -> None:
+    fit(tmp_path, MemoryMonitor(), ModelCheckpoint(tmp_path), enable_checkpointing=True)
+    assert json.loads((tmp_path / "memory.json").read_text())["complete"]
+
+
+def test_log_points_write_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    trainers: list[Trainer] = []
+    monkeypatch.setattr(memory, "write_json", lambda *_: written.append(trainers[-1].global_step))
+    now = iter(range(0, 1_000, 11))  # seconds, one look at the clock after the other
+    monkeypatch.setattr(memory, "time", SimpleNamespace(monotonic=lambda: next(now)))
+
+    class Remember(Callback):
+        def on_fit_start(self, trainer: Trainer, *_: Any) -> None:
+            trainers.append(trainer)
+
+    every = {"log_every_n_steps": 1, "limit_val_batches": 0}
+    fit(tmp_path, Remember(), MemoryMonitor(), logger=RunLogger(tmp_path), **every)
+    assert written == [1, 4, 7, 10, 12]
 
 
 def test_counters_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
