@@ -15,6 +15,8 @@ from tinyllm.callbacks.files import write_csv, write_json
 from tinyllm.callbacks.window_meter import WindowMeter
 from tinyllm.model import IGNORED
 
+_LOOK_SECONDS = 0.01  # between two looks for the file that ends a wait
+
 
 class ThroughputWindows(Callback):
     """Measures tokens per second of complete updates in windows of equal update counts.
@@ -51,6 +53,9 @@ class ThroughputWindows(Callback):
         updates_per_window: Fixes the length in updates, to compare runs at equal counts; null
             lets the calibration decide.
         stop: Ends the run after the last window, whatever its least epochs and steps are.
+        hold: Waits after the first update, the one that compiles or captures, until there is a file
+            ``go`` in ``folder``, having put ``ready`` there. So several runs can be set up on a
+            device beside each other and be timed one by one. The wait is in no figure.
 
     Raises:
         ValueError: If a number is out of range.
@@ -64,12 +69,14 @@ class ThroughputWindows(Callback):
         window_seconds: float = 1.0,
         updates_per_window: int | None = None,
         stop: bool = False,
+        hold: bool = False,
     ) -> None:
         self._folder = folder
         self._plan = (warmup_updates, windows, window_seconds, updates_per_window)
         self._stop = stop
+        self._hold = hold
         self._started: float | None = time.perf_counter()
-        self._updates = 0
+        self._updates = self._first_update = 0
         self._tokens: Tensor | None = None
         self.meter = WindowMeter(*self._plan)
 
@@ -100,7 +107,7 @@ class ThroughputWindows(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._updates = trainer.global_step
+        self._updates = self._first_update = trainer.global_step
         self._tokens = torch.zeros((), dtype=torch.int64, device=trainer.strategy.root_device)
 
     @override
@@ -120,9 +127,22 @@ class ThroughputWindows(Callback):
             self._tokens += self.count_tokens(batch)
         if trainer.global_step == self._updates:
             return  # the batch is a part of an update
+        if self._hold and self._updates == self._first_update:
+            self._wait_for_go(trainer)
         self._updates = trainer.global_step
         if meter.add_update():
             self._end_stretch(trainer)
+
+    def _wait_for_go(self, trainer: Trainer) -> None:
+        assert self._started is not None
+        folder, began = Path(self._folder or trainer.default_root_dir), _now(trainer)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "ready").touch()
+        while not (folder / "go").exists():
+            time.sleep(_LOOK_SECONDS)
+        waited = time.perf_counter() - began
+        self.meter.leave_out(waited)
+        self._started += waited
 
     def _end_stretch(self, trainer: Trainer) -> None:
         meter, strategy, tokens = self.meter, trainer.strategy, self._tokens

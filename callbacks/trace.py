@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -27,7 +26,7 @@ _IN_ARENA = {
 
 
 class UpdateTrace(Callback):
-    """Traces the first updates of a fit: a file for each, and ``trace.json`` for all.
+    """Traces the first updates of a fit: two files for each, and two for all.
 
     ``update-00000.safetensors`` holds float32 tensors ``[N, *shape]``, a row per worker:
 
@@ -36,12 +35,16 @@ class UpdateTrace(Callback):
     - ``updates/<name>``: the parameters' difference, taken before rounding to float32;
     - ``exp_avg/<name>``, ``exp_avg_sq/<name>``: both Adam moments after the update.
 
+    ``rows-00000.safetensors`` holds the global batch, ``rows`` int64 ``[rows, T+1]``.
+    ``initial.safetensors`` holds ``parameters/<name>`` as they were before the first traced update:
+    a row per worker, or the only one ``[1, *shape]`` where all workers are equal.
+
     ``trace.json`` is ``{"format": 1, "updates": [{"update", "loss", "learning_rate",
     "rows_sha256", "step"}, …]}``: the update's number (a resumed run does not start at 0), the N
     workers' losses, the learning rate, Adam's step counter after the update, and the SHA-256 of
     the global batch's rows as little-endian int64, in the order of their global numbers, with
     accumulated batches one after the other; it does not depend on the number of ranks. An update
-    is listed once its file is complete.
+    is listed once its files are complete.
 
     It works with this library's strategies on any number of ranks, and on one device with plain
     Adam or AdamW, which is one worker. While updates are traced the host waits for the device;
@@ -67,7 +70,7 @@ class UpdateTrace(Callback):
         self._begin_update()
 
     def _begin_update(self) -> None:
-        self._hash = hashlib.sha256()
+        self._rows: list[Tensor] = []
         self._loss = 0.0
         self._learning_rate = 0.0
         self._before: dict[str, Tensor] = {}
@@ -106,8 +109,7 @@ class UpdateTrace(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._left:
-            rows = _global_rows(trainer, batch)
-            self._hash.update(rows.cpu().numpy().astype(np.dtype("<i8")).tobytes())
+            self._rows.append(_global_rows(trainer, batch).to("cpu", copy=True))
 
     @override
     def on_before_optimizer_step(
@@ -132,18 +134,19 @@ class UpdateTrace(Callback):
         self._loss += float(outputs["loss"])  # Lightning's share of this batch in the update
         if not self._before:
             return  # the batch is a part of an update
-        tensors = self._tensors(trainer, pl_module)
+        tensors, rows = self._tensors(trainer, pl_module), torch.cat(self._rows)
         self._records.append(
             {
                 "update": trainer.global_step - 1,
                 "loss": _losses(trainer) or [self._loss],
                 "learning_rate": self._learning_rate,
-                "rows_sha256": self._hash.hexdigest(),
+                "rows_sha256": hashlib.sha256(rows.numpy().astype("<i8").tobytes()).hexdigest(),
                 "step": _step(trainer),
             }
         )
         if trainer.is_global_zero:
-            self._write(Path(self._folder or Path(trainer.default_root_dir) / "trace"), tensors)
+            folder = Path(self._folder or Path(trainer.default_root_dir) / "trace")
+            self._write(folder, tensors, rows)
         self._left -= 1
         self._begin_update()
 
@@ -159,17 +162,28 @@ class UpdateTrace(Callback):
         }
         # each in memory of its own, as safetensors wants it
         return {
-            f"{kind}/{name}": value.to(torch.float32, copy=True).contiguous()
+            f"{kind}/{name}": value.to(torch.float32, copy=True)
             for kind, values in kinds.items()
             for name, value in values.items()
         }
 
-    def _write(self, folder: Path, tensors: dict[str, Tensor]) -> None:
-        from safetensors.torch import save_file
-
-        with replacing(folder / f"update-{self._records[-1]['update']:05d}.safetensors") as partial:
-            save_file(tensors, partial)
+    def _write(self, folder: Path, tensors: dict[str, Tensor], rows: Tensor) -> None:
+        if len(self._records) == 1:
+            initial = {f"parameters/{n}": value.float() for n, value in self._before.items()}
+            if all((value == value[:1]).all() for value in initial.values()):
+                initial = {name: value[:1].clone() for name, value in initial.items()}
+            _save(folder / "initial.safetensors", initial)
+        number = f"{self._records[-1]['update']:05d}.safetensors"
+        _save(folder / f"rows-{number}", {"rows": rows})
+        _save(folder / f"update-{number}", tensors)
         write_json(folder / "trace.json", {"format": FORMAT, "updates": self._records})
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    with replacing(path) as partial:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, partial)
 
 
 def _read(trainer: Trainer, module: LightningModule, kind: str) -> dict[str, Tensor]:

@@ -106,6 +106,10 @@ class WindowMeter:
             self.validation_seconds += now - self._paused_at
             self._paused_at = None
 
+    def leave_out(self, seconds: float) -> None:
+        """Takes a wait out of the present stretch."""
+        self._paused_seconds += seconds
+
     def add_update(self) -> bool:
         """Counts an update; True where the stretch may end."""
         self._updates += 1

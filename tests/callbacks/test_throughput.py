@@ -2,8 +2,11 @@
 
 import csv
 import json
+import threading
 import time
+import warnings
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -230,6 +233,58 @@ def test_validation_is_in_no_window(tmp_path: Path) -> None:
     assert all(row["seconds"] < 0.3 for row in table)
     assert timing["validation_seconds"] > 0.6  # after updates 3 and 6; the third is after the end
     assert timing["elapsed_seconds"] > 0.9
+
+
+def test_a_wait_for_others_is_in_no_figure(tmp_path: Path) -> None:
+    """It comes after the first update, whatever the warm-up."""
+    windows = ThroughputWindows(
+        tmp_path / "run",
+        warmup_updates=3,
+        windows=1,
+        updates_per_window=4,
+        window_seconds=1e-9,
+        stop=True,
+        hold=True,
+    )
+    steps: list[int] = []
+
+    class Count(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            steps.append(trainer.global_step)
+
+    def let_go() -> None:
+        while not (tmp_path / "run" / "ready").exists():
+            time.sleep(0.01)
+        time.sleep(2.0)
+        held.extend(steps)
+        (tmp_path / "run" / "go").touch()
+
+    held: list[int] = []
+    other = threading.Thread(target=let_go, daemon=True)
+    other.start()
+    run(windows, [rows(4)] * 10, callbacks=[Count()])
+    other.join()
+    assert held == []  # the hook of the second callback comes after the first one's wait
+    assert steps == list(range(1, 8))
+    _, timing = read(tmp_path / "run")
+    assert timing["complete"]
+    assert timing["startup_seconds"] < timing["elapsed_seconds"] < 2.0
+
+
+def test_two_interleaved_runs_differ_by_less_than_their_spread(tmp_path: Path) -> None:
+    rates: dict[str, list[float]] = {"a": [], "b": []}
+    for repeat in range(7):
+        for name in ("ab", "ba")[repeat % 2]:
+            folder = tmp_path / f"{name}{repeat}"
+            windows = ThroughputWindows(
+                folder, warmup_updates=3, windows=3, updates_per_window=20, stop=True
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the windows are short
+                run(windows, [rows(4)] * 10)
+            rates[name].append(read(folder)[1]["median_tokens_per_second"])
+    spreads = [max(values) - min(values) for values in rates.values()]
+    assert abs(median(rates["a"]) - median(rates["b"])) < max(spreads)
 
 
 @pytest.mark.parametrize("least", [{"min_epochs": 500}, {"min_steps": 5_000}])

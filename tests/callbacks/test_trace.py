@@ -46,8 +46,10 @@ def read(folder: Path) -> tuple[list[dict[str, Tensor]], list[dict[str, Any]]]:
     trace = json.loads((folder / "trace.json").read_text())
     assert list(trace) == ["format", "updates"]
     assert trace["format"] == 1
-    files = [f"update-{record['update']:05d}.safetensors" for record in trace["updates"]]
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*files, "trace.json"])
+    numbers = [f"{record['update']:05d}.safetensors" for record in trace["updates"]]
+    files = [f"update-{number}" for number in numbers]
+    others = [*(f"rows-{number}" for number in numbers), "initial.safetensors", "trace.json"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*files, *others])
     return [load_file(folder / name) for name in files], trace["updates"]
 
 
@@ -226,14 +228,14 @@ def test_more_updates_than_the_run_has(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_leaves_whole_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second file is cut off in the middle."""
+    """The first file of the second update is cut off in the middle."""
     import safetensors.torch
 
     save, calls = safetensors.torch.save_file, iter(range(9))
 
     def dying(tensors: Any, path: Path) -> None:
         save(tensors, path)
-        if next(calls) == 1:
+        if next(calls) == 3:
             path.write_bytes(path.read_bytes()[:100])
             raise KeyboardInterrupt
 
@@ -242,6 +244,34 @@ def test_a_killed_run_leaves_whole_updates(tmp_path: Path, monkeypatch: pytest.M
         trace(tmp_path, SyncStrategy(compile=False), batches(1))
     _, records = read(tmp_path)
     assert [record["update"] for record in records] == [0]
+
+
+def test_the_initial_state_and_the_rows_are_kept(tmp_path: Path) -> None:
+    """All workers start from one state, and mixing makes them differ after that."""
+    given = batches(2, 3)
+    strategy = DecentralizedStrategy(2, topology="ring", compile=False)
+    (first, *_), records = trace(tmp_path / "two", strategy, given)
+    initial = load_file(tmp_path / "two" / "initial.safetensors")
+    wanted = {f"parameters/{name}": value for name, value in tiny().named_parameters()}
+    assert set(initial) == set(wanted)
+    for name, value in initial.items():
+        assert torch.equal(value, wanted[name].float())  # [1, *shape]
+        after, change = first[name], first[name.replace("parameters", "updates")]
+        torch.testing.assert_close(after - change, value.expand_as(after), rtol=1e-6, atol=1e-7)
+    for record, rows in zip(records, given, strict=False):
+        kept = load_file(tmp_path / "two" / f"rows-{record['update']:05d}.safetensors")
+        assert torch.equal(kept["rows"], rows)
+        assert sha256(kept["rows"]) == record["rows_sha256"]
+
+
+def test_unequal_workers_are_all_in_the_initial_state(tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+    options: dict[str, Any] = {"callbacks": [save], "enable_checkpointing": True}
+    trace(tmp_path / "a", DecentralizedStrategy(2, compile=False), batches(2), **options)
+    resumed = DecentralizedStrategy(2, compile=False)
+    trace(tmp_path / "b", resumed, batches(2), ckpt_path=tmp_path / "step=4.ckpt")
+    initial = load_file(tmp_path / "b" / "initial.safetensors")
+    assert {len(value) for value in initial.values()} == {2}
 
 
 def test_files_go_to_the_run_s_folder(tmp_path: Path) -> None:
