@@ -1,0 +1,316 @@
+"""Residual addition and RMSNorm in one pass, its backward, and the sum of its weight gradients.
+
+Forward, for each row of C:      out = x + branch,  r = rsqrt(mean(out²) + ε),  y = out·r·weight.
+Backward, with x̂ = x·r, g = s·dy·weight (s an optional factor of each row):
+    dx = dresidual + r·(g − x̂·mean(g·x̂)),   dweight = Σ_rows s·dy·x̂.
+Zhang & Sennrich, "Root mean square layer normalization" (2019).
+
+A row is walked in chunks, the widest powers of two up to 128 that divide C, so no lane idles on
+padding. All chunks of a tile of rows stay in registers between the two passes over them.
+"""
+
+from math import gcd
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinyllm.kernels.operation import Operation
+
+_THREADS = 128
+_MIN_ROWS = 16
+"""Rows that make a program of the backward worth starting."""
+_PROGRAMS = 1_024
+"""Programs of the backward at most: two waves of four on each of 132 SMs."""
+
+
+def _residual_rms_norm(
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None,
+    normed: Tensor,
+    rstd: Tensor,
+) -> None:
+    """Adds a branch to the residual stream and normalizes the sum.
+
+    Args:
+        x: ``[W, M, C]`` stream dtype.
+        branch: ``[W, M, C]`` compute dtype, or None for nothing to add.
+        weight: ``[W, C]`` with any stride between workers.
+        eps: ε.
+        out: ``[W, M, C]`` stream dtype, takes the sum; may be ``x``; unused without a branch.
+        normed: ``[W, M, C]`` compute dtype, takes the normalized sum.
+        rstd: ``[W, M]`` stream dtype, takes 1/rms.
+    """
+    if branch is not None:
+        assert out is not None
+        torch.add(x, branch, out=out)
+        x = out
+    torch.rsqrt(x.square().mean(-1) + eps, out=rstd)
+    normed.copy_(x * rstd[..., None] * weight[:, None])
+
+
+def _rms_norm_backward(
+    dnormed: Tensor,
+    row_scale: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    dresidual: Tensor | None,
+    dx: Tensor,
+    dx_low: Tensor | None,
+    dweight: Tensor,
+) -> None:
+    """Gradients of the normalized rows with respect to the residual stream and the weight.
+
+    Args:
+        dnormed: ``[W, M, C]`` compute dtype.
+        row_scale: ``[W, M]`` factors on dnormed's rows, or None for 1. A row whose factor is 0
+            counts as zeros whatever it holds.
+        x: ``[W, M, C]`` stream dtype, what was normalized.
+        weight: ``[W, C]`` with any stride between workers.
+        rstd: ``[W, M]`` stream dtype, 1/rms from the forward.
+        dresidual: ``[W, M, C]`` stream dtype, the gradient on the residual path, or None for 0.
+        dx: ``[W, M, C]`` stream dtype, takes the gradient; may be ``dresidual``.
+        dx_low: ``[W, M, C]`` compute dtype, takes the same rounded, or None.
+        dweight: ``[W, P, C]`` with any strides of W and P, takes partial sums over rows: their sum
+            over P is the gradient. See ``partials`` for a good P.
+    """
+    dy = dnormed.to(x.dtype)
+    if row_scale is not None:
+        scale = row_scale[..., None].to(x.dtype)
+        dy = torch.where(scale == 0, 0, dy * scale)
+    normal = x * rstd[..., None]
+    g = dy * weight[:, None]
+    gradient = rstd[..., None] * (g - normal * (g * normal).mean(-1, keepdim=True))
+    if dresidual is not None:
+        gradient = dresidual + gradient
+    dx.copy_(gradient)
+    if dx_low is not None:
+        dx_low.copy_(gradient)
+    dweight.zero_()
+    dweight[:, 0].copy_((dy * normal).sum(1))
+
+
+def _sum_partials(partials: Tensor, out: Tensor, accumulate: bool) -> None:
+    """Finishes the weight gradients of L norms.
+
+    Args:
+        partials: ``[W, L, P, C]`` contiguous.
+        out: ``[W, L, C]`` with any strides of W and L.
+        accumulate: Adds to ``out`` instead of overwriting it.
+    """
+    total = partials.sum(2)
+    out.copy_(out + total if accumulate else total)
+
+
+def partials(workers: int, rows: int) -> int:
+    """Partial sums P per worker that keep a GPU busy in the backward of ``rows`` rows each."""
+    return max(1, min(triton.cdiv(rows, _MIN_ROWS), _PROGRAMS // workers))
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr: tl.tensor,
+    branch_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    weight_stride: tl.tensor,
+    eps: tl.tensor,
+    out_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    rstd_ptr: tl.tensor,
+    rows_count: tl.tensor,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Program (i, w): ROWS rows of worker w."""
+    worker = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows_count
+    row = worker * rows_count + row
+    column = tl.arange(0, CHUNK)
+    offset = row[:, None] * C + column[None, :]
+    weight_ptr += worker * weight_stride
+
+    sums = ()
+    squares = tl.zeros((ROWS, CHUNK), tl.float32)
+    for start in tl.static_range(0, C, CHUNK):
+        total = tl.load(x_ptr + offset + start, mask=inside[:, None], other=0.0).to(tl.float32)
+        if branch_ptr is not None:
+            added = tl.load(branch_ptr + offset + start, mask=inside[:, None], other=0.0)
+            total += added.to(tl.float32)
+        sums = sums + (total,)
+        squares += total * total
+    rstd = tl.rsqrt(tl.sum(squares, 1) / C + eps)
+    tl.store(rstd_ptr + row, rstd, mask=inside)
+    for start in tl.static_range(0, C, CHUNK):
+        total = sums[start // CHUNK]
+        weight = tl.load(weight_ptr + start + column).to(tl.float32)
+        normed = total * rstd[:, None] * weight[None, :]
+        if branch_ptr is not None:
+            tl.store(out_ptr + offset + start, total, mask=inside[:, None])
+        tl.store(normed_ptr + offset + start, normed, mask=inside[:, None])
+
+
+@triton.jit
+def _backward_kernel(
+    dnormed_ptr: tl.tensor,
+    row_scale_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    weight_stride: tl.tensor,
+    rstd_ptr: tl.tensor,
+    dresidual_ptr: tl.tensor,
+    dx_ptr: tl.tensor,
+    dx_low_ptr: tl.tensor,
+    dweight_ptr: tl.tensor,
+    dweight_stride_w: tl.tensor,
+    dweight_stride_p: tl.tensor,
+    rows_count: tl.tensor,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Program (p, w): every P-th tile of ROWS rows of worker w, from the p-th on."""
+    program, worker = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, CHUNK)
+    weight_ptr += worker * weight_stride
+    dweight_ptr += worker * dweight_stride_w + program * dweight_stride_p
+
+    dweights = ()
+    for _ in tl.static_range(0, C, CHUNK):
+        dweights = dweights + (tl.zeros((ROWS, CHUNK), tl.float32),)
+    for start in range(tl.program_id(0) * ROWS, rows_count, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = row < rows_count
+        row = worker * rows_count + row
+        offset = row[:, None] * C + column[None, :]
+        mask = inside[:, None]
+        rstd = tl.load(rstd_ptr + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+
+        gradients, normals, sums = (), (), ()
+        products = tl.zeros((ROWS, CHUNK), tl.float32)
+        for c in tl.static_range(0, C, CHUNK):
+            dy = tl.load(dnormed_ptr + offset + c, mask=mask, other=0.0).to(tl.float32)
+            if row_scale_ptr is not None:
+                scale = tl.load(row_scale_ptr + row, mask=inside, other=0.0)[:, None]
+                dy = tl.where(scale == 0, 0.0, dy * scale)
+            normal = tl.load(x_ptr + offset + c, mask=mask, other=0.0).to(tl.float32) * rstd
+            g = dy * tl.load(weight_ptr + c + column).to(tl.float32)[None, :]
+            products += g * normal
+            sums = sums + (dweights[c // CHUNK] + dy * normal,)
+            gradients = gradients + (g,)
+            normals = normals + (normal,)
+        dweights = sums
+        mean = (tl.sum(products, 1) / C)[:, None]
+        for c in tl.static_range(0, C, CHUNK):
+            dx = rstd * (gradients[c // CHUNK] - normals[c // CHUNK] * mean)
+            if dresidual_ptr is not None:
+                dx += tl.load(dresidual_ptr + offset + c, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + offset + c, dx, mask=mask)
+            if dx_low_ptr is not None:
+                tl.store(dx_low_ptr + offset + c, dx, mask=mask)
+    for c in tl.static_range(0, C, CHUNK):
+        tl.store(dweight_ptr + c + column, tl.sum(dweights[c // CHUNK], 0))
+
+
+@triton.jit
+def _sum_kernel(
+    partials_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    out_stride_w: tl.tensor,
+    out_stride_l: tl.tensor,
+    partials_count: tl.tensor,
+    ACCUMULATE: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Program (c, l, w): CHUNK columns of one worker's norm l."""
+    norm, worker = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    column = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    row = tl.arange(0, ROWS)
+    partials_ptr += (worker * tl.num_programs(1) + norm) * partials_count * C
+    total = tl.zeros((ROWS, CHUNK), tl.float32)
+    for start in range(0, partials_count, ROWS):
+        mask = (start + row < partials_count)[:, None]
+        offset = (start + row)[:, None] * C + column[None, :]
+        total += tl.load(partials_ptr + offset, mask=mask, other=0.0)
+    result = tl.sum(total, 0)
+    out_ptr += worker * out_stride_w + norm * out_stride_l + column
+    if ACCUMULATE:
+        result += tl.load(out_ptr)
+    tl.store(out_ptr, result)
+
+
+def _tile(width: int) -> tuple[int, int]:
+    """Rows and columns that give a thread one 16-byte vector of bf16; half for very wide rows."""
+    chunk = gcd(width, 128)
+    vector = 8 if width // chunk <= 8 else 4
+    return vector * _THREADS // chunk, chunk
+
+
+def _launch_forward(
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None,
+    normed: Tensor,
+    rstd: Tensor,
+) -> None:
+    workers, rows, width = x.shape
+    tile, chunk = _tile(width)
+    _forward_kernel[(triton.cdiv(rows, tile), workers)](
+        *(x, branch, weight, weight.stride(0), eps, out if branch is not None else None),
+        *(normed, rstd, rows),
+        C=width,
+        ROWS=tile,
+        CHUNK=chunk,
+        num_warps=_THREADS // 32,
+    )
+
+
+def _launch_backward(
+    dnormed: Tensor,
+    row_scale: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    dresidual: Tensor | None,
+    dx: Tensor,
+    dx_low: Tensor | None,
+    dweight: Tensor,
+) -> None:
+    workers, rows, width = x.shape
+    tile, chunk = _tile(width)
+    _backward_kernel[(dweight.shape[1], workers)](
+        *(dnormed, row_scale, x, weight, weight.stride(0), rstd, dresidual, dx, dx_low),
+        *(dweight, dweight.stride(0), dweight.stride(1), rows),
+        C=width,
+        ROWS=tile,
+        CHUNK=chunk,
+        num_warps=_THREADS // 32,
+    )
+
+
+def _launch_sum(partials: Tensor, out: Tensor, accumulate: bool) -> None:
+    workers, norms, count, width = partials.shape
+    chunk = gcd(width, 32)
+    _sum_kernel[(width // chunk, norms, workers)](
+        *(partials, out, out.stride(0), out.stride(1), count),
+        ACCUMULATE=accumulate,
+        C=width,
+        ROWS=128,
+        CHUNK=chunk,
+        num_warps=8,
+    )
+
+
+residual_rms_norm = Operation(_residual_rms_norm, _launch_forward)
+rms_norm_backward = Operation(_rms_norm_backward, _launch_backward)
+sum_partials = Operation(_sum_partials, _launch_sum)
