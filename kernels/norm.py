@@ -136,14 +136,14 @@ def _forward_kernel(
     offset = row[:, None] * C + column[None, :]
     weight_ptr += worker * weight_stride
 
-    sums = ()
+    sums: tl.tuple = ()
     squares = tl.zeros((ROWS, CHUNK), tl.float32)
     for start in tl.static_range(0, C, CHUNK):
         total = tl.load(x_ptr + offset + start, mask=inside[:, None], other=0.0).to(tl.float32)
         if branch_ptr is not None:
             added = tl.load(branch_ptr + offset + start, mask=inside[:, None], other=0.0)
             total += added.to(tl.float32)
-        sums = sums + (total,)
+        sums += (total,)
         squares += total * total
     rstd = tl.rsqrt(tl.sum(squares, 1) / C + eps)
     tl.store(rstd_ptr + row, rstd, mask=inside)
@@ -181,9 +181,9 @@ def _backward_kernel(
     weight_ptr += worker * weight_stride
     dweight_ptr += worker * dweight_stride_w + program * dweight_stride_p
 
-    dweights = ()
+    dweights: tl.tuple = ()
     for _ in tl.static_range(0, C, CHUNK):
-        dweights = dweights + (tl.zeros((ROWS, CHUNK), tl.float32),)
+        dweights += (tl.zeros((ROWS, CHUNK), tl.float32),)
     for start in range(tl.program_id(0) * ROWS, rows_count, tl.num_programs(0) * ROWS):
         row = start + tl.arange(0, ROWS)
         inside = row < rows_count
@@ -192,7 +192,9 @@ def _backward_kernel(
         mask = inside[:, None]
         rstd = tl.load(rstd_ptr + row, mask=inside, other=0.0).to(tl.float32)[:, None]
 
-        gradients, normals, sums = (), (), ()
+        gradients: tl.tuple = ()
+        normals: tl.tuple = ()
+        sums: tl.tuple = ()
         products = tl.zeros((ROWS, CHUNK), tl.float32)
         for c in tl.static_range(0, C, CHUNK):
             dy = tl.load(dnormed_ptr + offset + c, mask=mask, other=0.0).to(tl.float32)
@@ -202,9 +204,9 @@ def _backward_kernel(
             normal = tl.load(x_ptr + offset + c, mask=mask, other=0.0).to(tl.float32) * rstd
             g = dy * tl.load(weight_ptr + c + column).to(tl.float32)[None, :]
             products += g * normal
-            sums = sums + (dweights[c // CHUNK] + dy * normal,)
-            gradients = gradients + (g,)
-            normals = normals + (normal,)
+            sums += (dweights[c // CHUNK] + dy * normal,)
+            gradients += (g,)
+            normals += (normal,)
         dweights = sums
         mean = (tl.sum(products, 1) / C)[:, None]
         for c in tl.static_range(0, C, CHUNK):
