@@ -136,7 +136,8 @@ class DecentralizedStrategy(ArenaStrategy):
     def _combine(self) -> Combine | None:
         if self._gossip is None:
             return None
-        return Combine(self._scheme, partial(self._gossip.combine, matrix=self._matrix()))
+        matrix = self._matrix()
+        return Combine(self._scheme, matrix, partial(self._gossip.combine, matrix=matrix))
 
     @override
     def _complete(self, metrics: UpdateMetrics) -> None:

@@ -5,8 +5,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tinyllm.arena import Arena
@@ -90,11 +92,13 @@ class Combine:
 
     Attributes:
         scheme: Before or after adapting.
+        matrix: ``[N, N]``; row i holds the weights with which worker i combines.
         apply: Replaces rows ``[W, D]`` by their combinations, unless the flag given with them is
             set; called once on every rank.
     """
 
     scheme: Scheme
+    matrix: NDArray[np.float64]
     apply: Callable[[Tensor, Tensor], None]
 
     def __call__(self, rows: Tensor, failed: Tensor) -> None:
@@ -136,8 +140,13 @@ class Engine(Protocol):
         """
         ...
 
-    def finish_gradients(self) -> None:
-        """Turns accumulated sums into each worker's mean gradient, across ranks where needed."""
+    def finish_gradients(self, visible: bool) -> None:
+        """Brings the sums of all ranks together where they belong to the same workers.
+
+        Args:
+            visible: Whether somebody is to look at the arena's gradients before the update; then
+                they are each worker's mean gradient, and may be sums otherwise.
+        """
         ...
 
     def update(
@@ -155,8 +164,16 @@ class Engine(Protocol):
         """
         ...
 
+    def consensus_distance(self) -> tuple[Tensor, Tensor]:
+        """``‖x_i − x̄‖`` of each local worker ``[W]`` after the last update, and ``‖x̄‖`` ``[1]``."""
+        ...
+
     def raise_if_failed(self) -> None:
         """Raises :class:`NonFiniteError` if any update so far met one; synchronizes."""
+        ...
+
+    def release(self) -> None:
+        """Gives back the memory that is not the arena's."""
         ...
 
 

@@ -21,6 +21,7 @@ from tinyllm.strategies.engine import (
     ForwardContext,
     GroupHyperparameters,
     Ranks,
+    consensus_distance,
 )
 from tinyllm.strategies.losses import LossSums
 
@@ -104,8 +105,8 @@ class NativeEngine:
                 self.targets += targets
         return (self.nll.sum() - nll_before) / (self.targets.sum() - targets_before).clamp_min(1)
 
-    def finish_gradients(self) -> None:
-        """Turns accumulated sums into each worker's mean gradient."""
+    def finish_gradients(self, visible: bool) -> None:
+        """Turns accumulated sums into each worker's mean gradient, visible or not."""
         if self._ranks.replicated:
             for tensor in (self.arena.gradients, self.nll, self.targets):
                 dist.all_reduce(tensor)
@@ -169,8 +170,15 @@ class NativeEngine:
         self._failed_update += first * self.next_update
         self._failed |= first
 
+    def consensus_distance(self) -> tuple[Tensor, Tensor]:
+        """``‖x_i − x̄‖`` of each local worker ``[W]`` after the last update, and ``‖x̄‖`` ``[1]``."""
+        return consensus_distance(self.arena.weights, self._ranks)
+
     def raise_if_failed(self) -> None:
         """Raises :class:`NonFiniteError` if any update so far met one; synchronizes."""
         if self._failed.item():
             workers = self._failed_workers.nonzero().flatten().tolist()
             raise NonFiniteError(int(self._failed_update.item()), workers)
+
+    def release(self) -> None:
+        """Holds nothing but the arena."""
