@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer import call
@@ -20,21 +20,19 @@ from typing_extensions import override
 
 from tinyllm.errors import NonFiniteError
 from tinyllm.metrics import UpdateMetrics
-from tinyllm.strategies.checkpoint_io import AtomicCheckpointIO
-from tinyllm.strategies.engine import (
-    Combine,
-    Engine,
-    GroupHyperparameters,
-    Ranks,
-    consensus_distance,
+from tinyllm.strategies.backends import (
+    Backend,
+    check_backend,
+    choose_backend,
+    use_local_kernel_cache,
 )
+from tinyllm.strategies.checkpoint_io import AtomicCheckpointIO
+from tinyllm.strategies.engine import Combine, Engine, GroupHyperparameters, Ranks
 from tinyllm.strategies.native import NativeEngine
 from tinyllm.strategies.processes import ProcessStrategy
 from tinyllm.strategies.state import EngineState
 from tinyllm.strategies.stopping import CommonStop
 from tinyllm.strategies.tenant import Tenant
-
-Backend = Literal["auto", "native"]
 
 
 class ArenaStrategy(ProcessStrategy):
@@ -46,7 +44,7 @@ class ArenaStrategy(ProcessStrategy):
 
     Args:
         num_workers: Workers N on all ranks; None for one that every rank holds a copy of.
-        backend: How updates are computed; ``auto`` takes the fastest one that this device has.
+        backend: Which engine runs the updates; ``auto`` takes gh200 where it can run.
         micro_batch_size: Sequences per worker in one forward and backward; None takes all at once.
         compile: Whether ``torch.compile`` builds the native backend's model.
         buffers: Whether ranks keep their own buffers or evaluate with the average of them.
@@ -63,18 +61,18 @@ class ArenaStrategy(ProcessStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(checkpoint_io=AtomicCheckpointIO(), **kwargs)
-        if backend not in ("auto", "native"):
-            raise ValueError(f"backend {backend!r} is unknown; choose auto or native")
+        check_backend(backend)
         if micro_batch_size is not None and micro_batch_size < 1:
             raise ValueError(
                 f"micro_batch_size is {micro_batch_size}; it must be at least 1 or null"
             )
         self._num_workers = num_workers
-        self._backend = backend
+        self._backend: Backend = backend
         self._micro_batch_size = micro_batch_size
         self._compile = compile
         self._buffers = buffers
         self._engine: Engine | None = None
+        self._gradients_are_seen = False
         self._tenant: Tenant | None = None
         self._evaluation = ExitStack()
         self._failure_raised = False
@@ -125,15 +123,20 @@ class ArenaStrategy(ProcessStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         self._tenant = Tenant(self.lightning_module, self.ranks, self._buffers == "average")
-        if self._compile:
+        backend, reason = choose_backend(
+            self._backend, self._tenant.llama, self.precision_plugin, self.root_device
+        )
+        if self._compile and backend == "native":
             self._tenant.compile()
         if fitting:
+            rank_zero_info(f"backend: {backend} ({reason})")
             self._failure_raised = False
             self._state_left = None
             if self.ranks.world_size > 1:
                 self._common_stop = CommonStop(trainer)
             self.setup_optimizers(trainer)
-            self._engine = self._build_engine(self._tenant)
+            self._engine = self._build_engine(self._tenant, backend)
+            self._gradients_are_seen = _someone_looks_at_gradients(trainer)
         self.setup_precision_plugin()
 
     @override
@@ -142,12 +145,18 @@ class ArenaStrategy(ProcessStrategy):
         # the engine steps in the optimizer's place; a schedule would warn of a missing step
         self._adamw._opt_called = True  # type: ignore[attr-defined]
 
-    def _build_engine(self, tenant: Tenant) -> Engine:
+    def _build_engine(self, tenant: Tenant, backend: Literal["gh200", "native"]) -> Engine:
         arena = tenant.move_into_arena(self._adamw.param_groups)
         if self.ranks.world_size > 1:  # every worker starts from rank 0's weights
             tenant.broadcast()
-        if self._backend == "auto":
-            rank_zero_info("backend: native, the only one there is on this device")
+        if backend == "gh200":
+            use_local_kernel_cache()
+            from tinyllm.strategies.gh200 import Gh200Engine  # needs Triton
+
+            assert tenant.llama is not None
+            return Gh200Engine(
+                arena, tenant.llama, micro_batch_size=self._micro_batch_size, ranks=self.ranks
+            )
         return NativeEngine(
             arena,
             tenant.losses(self._micro_batch_size),
@@ -203,7 +212,7 @@ class ArenaStrategy(ProcessStrategy):
     ) -> Any:
         trainer = self._trainer
         result = closure()
-        self.engine.finish_gradients()
+        self.engine.finish_gradients(self._gradients_are_seen)
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
         metrics = self.engine.update(
@@ -244,7 +253,7 @@ class ArenaStrategy(ProcessStrategy):
         metrics.targets = ranks.gather(metrics.targets)
         metrics.grad_norm = ranks.gather(metrics.grad_norm)
         if ranks.num_workers > 1:
-            distance, metrics.average_norm = consensus_distance(self.engine.arena.weights, ranks)
+            distance, metrics.average_norm = self.engine.consensus_distance()
             metrics.consensus_distance = ranks.gather(distance)
 
     @property
@@ -328,10 +337,21 @@ class ArenaStrategy(ProcessStrategy):
             # a user may still call Trainer.save_checkpoint
             state = self._engine_state.save(self._adamw)
             self._state_left = move_data_to_device(state, torch.device("cpu"))
+        if self._engine is not None:
+            self._engine.release()
         if self._tenant is not None:
             self._tenant.leave(alone)
         self._engine = self._tenant = None
         super().teardown()
+
+
+def _someone_looks_at_gradients(trainer: Trainer) -> bool:
+    """Whether a hook that comes between the gradients and the update is overridden."""
+    hook = "on_before_optimizer_step"
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return is_overridden(hook, trainer.lightning_module, parent=LightningModule) or any(
+        is_overridden(hook, callback, parent=Callback) for callback in callbacks
+    )
 
 
 def _refuse_what_cannot_be_honoured(

@@ -12,7 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from tinyllm.metrics import UpdateMetrics
-from tinyllm.strategies.base import ArenaStrategy, Backend
+from tinyllm.strategies.backends import Backend
+from tinyllm.strategies.base import ArenaStrategy
 from tinyllm.strategies.consensus import AdaptiveConsensus, gamma_schedule, mixed
 from tinyllm.strategies.engine import Combine, Engine, Scheme
 from tinyllm.strategies.gossip import Gossip
@@ -33,7 +34,8 @@ class DecentralizedStrategy(ArenaStrategy):
         topology: A name (complete, ring, one_peer_ring, one_peer_exponential, exponential, base_k)
             or a .npy or .csv file with a doubly stochastic matrix.
         adaptive_consensus: Lets mixing weaken as the learning rate falls; null mixes fully.
-        backend: How updates are computed; ``auto`` takes the fastest one that this device has.
+        backend: ``gh200`` runs fused kernels on Hopper GPUs, ``native`` plain PyTorch anywhere;
+            ``auto`` takes gh200 where it can run.
         micro_batch_size: Sequences per worker in one forward and backward; null takes all at once.
         compile: Whether ``torch.compile`` builds the native backend's model.
         buffers: With one worker per rank, whether a module's floating-point buffers stay ``local``
@@ -107,8 +109,8 @@ class DecentralizedStrategy(ArenaStrategy):
         return _run_ahead(scheduler, total_updates)
 
     @override
-    def _build_engine(self, tenant: Tenant) -> Engine:
-        engine = super()._build_engine(tenant)
+    def _build_engine(self, tenant: Tenant, backend: Literal["gh200", "native"]) -> Engine:
+        engine = super()._build_engine(tenant, backend)
         workers, rank = self.ranks.num_workers, self.global_rank
         self._gossip = Gossip(workers, rank, engine.arena.weights) if workers > 1 else None
         return engine

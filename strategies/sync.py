@@ -2,14 +2,16 @@
 
 from typing import Any
 
-from tinyllm.strategies.base import ArenaStrategy, Backend
+from tinyllm.strategies.backends import Backend
+from tinyllm.strategies.base import ArenaStrategy
 
 
 class SyncStrategy(ArenaStrategy):
     """Trains one model; with several ranks each takes its share of every batch.
 
     Args:
-        backend: How updates are computed; ``auto`` takes the fastest one that this device has.
+        backend: ``gh200`` runs fused kernels on Hopper GPUs, ``native`` plain PyTorch anywhere;
+            ``auto`` takes gh200 where it can run.
         micro_batch_size: Sequences in one forward and backward; null takes all at once.
         compile: Whether ``torch.compile`` builds the native backend's model.
         timeout_seconds: How long a collective may wait for another rank before the run fails.

@@ -205,7 +205,7 @@ def test_what_would_be_ignored_is_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "fast"}, "backend 'fast' is unknown; choose auto or native"),
+        ({"backend": "fast"}, "backend 'fast' is unknown; choose auto, gh200, native"),
         ({"micro_batch_size": 0}, "micro_batch_size is 0; it must be at least 1"),
     ],
 )
