@@ -60,11 +60,12 @@ def replicas(arguments: Sequence[Any], double: bool = False) -> list[Any]:
     return [replica(value) for value in arguments]
 
 
-def assert_guards(tensor: Tensor) -> None:
-    """Nothing was written around a tensor of ``normal`` or ``poisoned``."""
-    whole = _storage(tensor).clone()
-    whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(GUARD)
-    assert (whole == GUARD).all(), "the kernel wrote outside its output"
+def assert_surroundings_kept(tensor: Tensor, before: Tensor) -> None:
+    """What lies in a tensor's storage around it is as it was ``before``, in a replica of it."""
+    wholes = [_storage(tensor).clone(), _storage(before).clone()]
+    for whole in wholes:
+        whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).zero_()
+    assert torch.equal(*wholes), "the kernel wrote outside its output"
 
 
 def assert_accurate(
@@ -78,8 +79,7 @@ def assert_accurate(
     Args:
         operation: What to run.
         arguments: Its arguments, outputs among them; they stay as they are.
-        results: Takes the arguments after a run and names the results; every floating-point
-            tensor among the arguments must still have its guards.
+        results: Takes the arguments after a run and names the results.
         terms: Length of the longest sum behind a result.
 
     The tolerance on top of the plain error: a sum of n terms in fp32 errs by about ε·√n of its
@@ -97,9 +97,9 @@ def assert_accurate(
         error = (result.double() - truth).abs().max().item()
         allowed = plain_error + 8 * FLOAT32_EPS * terms**0.5 * truth.abs().max().item()
         assert error <= allowed, f"{name} errs by {error:.3g}; allowed {allowed:.3g}"
-    for argument in kernel:
-        if isinstance(argument, Tensor) and argument.is_floating_point():
-            assert_guards(argument)
+    for argument, before in zip(kernel, arguments, strict=True):
+        if isinstance(argument, Tensor):
+            assert_surroundings_kept(argument, before)
 
 
 def _storage(tensor: Tensor) -> Tensor:

@@ -1,0 +1,139 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tinyllm.kernels.rope import rotate, rotate_back
+
+from .checks import INTERPRETED_LOW, assert_accurate, interpreted, normal, poisoned
+
+LOWS = [torch.float32, INTERPRETED_LOW]
+SHAPES = [(2, 2, 7, 5, 64), (1, 3, 33, 3, 32), (3, 1, 5, 1, 128)]
+"""W, B, T, H, K."""
+
+
+def tables(length: int, width: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Cosines and sines with positions to spare."""
+    angle = torch.rand(length + 3, width // 2, device=device) * 6.3
+    return angle.cos(), angle.sin()
+
+
+def rotate_arguments(
+    *shape: int, low: torch.dtype = torch.float32, device: str = "cpu"
+) -> list[Any]:
+    workers, batch, length, heads, width = shape
+    qkv = normal(workers, batch * length, 3 * heads * width, dtype=low, device=device)
+    cos, sin = tables(length, width, device)
+    return [qkv, cos, sin, heads, length]
+
+
+def back_arguments(*shape: int, low: torch.dtype = torch.float32, device: str = "cpu") -> list[Any]:
+    """Gradients in three layouts: token-major, head-major, and one of a packed tensor."""
+    workers, batch, length, heads, width = shape
+    sequences = workers * batch
+    dq = normal(sequences, length, heads, width, dtype=low, device=device).transpose(1, 2)
+    dk = normal(sequences, heads, length, width, dtype=low, device=device)
+    dv = normal(sequences, length, 3, heads, width, dtype=low, device=device)
+    cos, sin = tables(length, width, device)
+    dqkv = poisoned(workers, batch * length, 3 * heads * width, dtype=low, device=device)
+    return [dq, dk, dv[:, :, 1].transpose(1, 2), cos, sin, dqkv]
+
+
+def first(*arguments: Any) -> dict[str, Tensor]:
+    return {"qkv": arguments[0]}
+
+
+def last(*arguments: Any) -> dict[str, Tensor]:
+    return {"dqkv": arguments[-1]}
+
+
+def plain_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x`` ``[N, H, T, K]`` as complex numbers, turned."""
+    length, half = x.shape[2], x.shape[3] // 2
+    pairs = torch.complex(x[..., :half], x[..., half:])
+    turned = pairs * torch.complex(cos, sin)[:length]
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def heads_of(qkv: Tensor, heads: int, length: int) -> Tensor:
+    """``[W, M, 3·C]`` as ``[3, W·B, H, T, K]``."""
+    return qkv.view(-1, length, 3, heads, qkv.shape[-1] // 3 // heads).permute(2, 0, 3, 1, 4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_queries_and_keys_turn_and_values_stay(shape: tuple[int, ...]) -> None:
+    qkv, cos, sin, heads, length = rotate_arguments(*shape)
+    qkv, cos, sin = qkv.double(), cos.double(), sin.double()
+    q, k, v = heads_of(qkv.clone(), heads, length)
+    rotate(qkv, cos, sin, heads, length)
+    expected = torch.stack((plain_rotation(q, cos, sin), plain_rotation(k, cos, sin), v))
+    torch.testing.assert_close(heads_of(qkv, heads, length), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_way_back_is_autograds(shape: tuple[int, ...]) -> None:
+    _, _, length, heads, _ = shape
+    dq, dk, dv, cos, sin, dqkv = (tensor.double() for tensor in back_arguments(*shape))
+    qkv = torch.randn(dqkv.shape, dtype=torch.float64, requires_grad=True)
+    q, k, v = heads_of(qkv, heads, length)
+    outputs = (plain_rotation(q, cos, sin), plain_rotation(k, cos, sin), v)
+    (expected,) = torch.autograd.grad(outputs, qkv, (dq, dk, dv))
+    rotate_back(dq, dk, dv, cos, sin, dqkv)
+    torch.testing.assert_close(dqkv, expected, rtol=0, atol=1e-12)
+
+
+@interpreted
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("low", LOWS)
+def test_rotate_kernel(shape: tuple[int, ...], low: torch.dtype) -> None:
+    assert_accurate(rotate, rotate_arguments(*shape, low=low), first)
+
+
+@interpreted
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("low", LOWS)
+def test_rotate_back_kernel(shape: tuple[int, ...], low: torch.dtype) -> None:
+    assert_accurate(rotate_back, back_arguments(*shape, low=low), last)
+
+
+GPU_SHAPES = [(3, 2, 7, 5, 64), (1, 4, 512, 5, 64), (3, 2, 128, 10, 64), (1, 2, 65, 4, 128)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+def test_rotate_on_gpu(shape: tuple[int, ...]) -> None:
+    arguments = rotate_arguments(*shape, low=torch.bfloat16, device="cuda")
+    assert_accurate(rotate, arguments, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+def test_rotate_back_on_gpu(shape: tuple[int, ...]) -> None:
+    arguments = back_arguments(*shape, low=torch.bfloat16, device="cuda")
+    assert_accurate(rotate_back, arguments, last)
+
+
+@pytest.mark.gpu
+def test_tokens_past_two_to_the_31_elements_on_gpu() -> None:
+    length, sequences = 1_024, 10_923  # 192 elements per token
+    qkv = torch.empty(1, sequences * length, 192, dtype=torch.bfloat16, device="cuda")
+    assert qkv.numel() > 2**31
+    cos, sin = tables(length, 64, "cuda")
+    tail = qkv[:, -length:].normal_()
+    q, k, v = heads_of(tail.double(), 1, length)
+    rotate(qkv, cos, sin, 1, length)
+    cos, sin = cos.double(), sin.double()
+    expected = torch.stack((plain_rotation(q, cos, sin), plain_rotation(k, cos, sin), v))
+    torch.testing.assert_close(
+        heads_of(tail.double(), 1, length), expected, rtol=2.0**-8, atol=1e-6
+    )
+    # the values left in place make do as gradients of all three
+    dv = qkv.view(sequences, length, 3, 1, 64)[:, :, 2].transpose(1, 2)
+    dqkv = torch.empty_like(qkv)
+    rotate_back(dv, dv, dv, cos.float(), sin.float(), dqkv)
+    back = plain_rotation(dv[-1:].double(), cos, -sin)
+    expected = torch.stack((back, back, dv[-1:].double()))
+    torch.testing.assert_close(
+        heads_of(dqkv[:, -length:].double(), 1, length), expected, rtol=2.0**-8, atol=1e-6
+    )
