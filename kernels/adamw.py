@@ -22,8 +22,9 @@ Where workers are spread over ranks, each rank's ``failed`` is to be combined wi
 between the last two. Sums have a fixed order: equal inputs give equal bits.
 """
 
-# kernels are typed by Triton
+# Kernels are typed by Triton, which knows no starred tuples.
 # mypy: disable-error-code="no-untyped-def, assignment, misc"
+# ruff: noqa: RUF005
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -142,6 +143,7 @@ def _gradient_squares_kernel(gradients, partials, row_numel, share, BLOCK: tl.co
 
 def _gradient_squares_launch(gradients: Tensor, partials: Tensor) -> None:
     (workers, row_numel), parts = gradients.shape, partials.shape[1]
+    assert row_numel % 64 == 0
     assert gradients.is_contiguous()
     assert partials.is_contiguous()
     # eight 16-byte loads in flight per thread
@@ -333,14 +335,11 @@ def _mixed(rows: Tensor, matrix: Tensor | None) -> Tensor:
 
 
 @triton.jit
-def _mix(rows, matrix, WORKERS: tl.constexpr):
-    """Σ_j M_ij x_j of every worker i; in one order for all, so that those alike agree in bits."""
-    mixed = ()
-    for i in tl.static_range(WORKERS):
-        total = tl.load(matrix + i * WORKERS) * rows[0]
-        for j in tl.static_range(1, WORKERS):
-            total += tl.load(matrix + i * WORKERS + j) * rows[j]
-        mixed = mixed + (total,)  # noqa: RUF005
+def _mix(rows, weights, WORKERS: tl.constexpr):
+    """Σ_j w_j x_j; in one order for all workers, so that those who mix alike agree in bits."""
+    mixed = tl.load(weights) * rows[0]
+    for j in tl.static_range(1, WORKERS):
+        mixed += tl.load(weights + j) * rows[j]
     return mixed
 
 
@@ -364,13 +363,12 @@ def _adamw_kernel(
     BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0)
-    # what has to be known first is loaded at once, so that it costs one latency
-    has_failed = tl.load(failed) != 0
     start = tl.multiple_of(tl.load(blocks + block * 3), 64)
-    stop = tl.multiple_of(tl.load(blocks + block * 3 + 1), 64)
+    stop = tl.load(blocks + block * 3 + 1)
     group = tl.load(blocks + block * 3 + 2)
-    if has_failed:
-        return
+    # once an update failed blocks are empty; a branch would wait for the flag before it loads
+    writes = tl.load(failed) == 0
+    stop = tl.multiple_of(tl.where(writes, stop, start), 64)
     columns = start + tl.arange(0, BLOCK)
     inside = columns < stop
     stride = tl.multiple_of(row_numel.to(tl.int64), 64)
@@ -382,21 +380,20 @@ def _adamw_kernel(
     v = ()
     for i in tl.static_range(WORKERS):
         at = i * stride + columns
-        x = x + (tl.load(weights + at, mask=inside, other=0.0),)  # noqa: RUF005
-        g = g + (tl.load(gradients + at, mask=inside, other=0.0),)  # noqa: RUF005
-        m = m + (tl.load(exp_avg + at, mask=inside, other=0.0),)  # noqa: RUF005
-        v = v + (tl.load(exp_avg_sq + at, mask=inside, other=0.0),)  # noqa: RUF005
-    row = hyperparameters + group * _ROW
-    decay = tl.load(row)
-    rate1 = tl.load(row + 1)
-    rate2 = tl.load(row + 2)
-    eps = tl.load(row + 3)
-    step_size = tl.load(row + 4)
-    correction = tl.load(row + 5)
+        x = x + (tl.load(weights + at, mask=inside, other=0.0),)
+        g = g + (tl.load(gradients + at, mask=inside, other=0.0),)
+        m = m + (tl.load(exp_avg + at, mask=inside, other=0.0),)
+        v = v + (tl.load(exp_avg_sq + at, mask=inside, other=0.0),)
+    rates = hyperparameters + group * _ROW
+    decay = tl.load(rates)
+    rate1 = tl.load(rates + 1)
+    rate2 = tl.load(rates + 2)
+    eps = tl.load(rates + 3)
+    step_size = tl.load(rates + 4)
+    correction = tl.load(rates + 5)
 
-    if MIXING == "awc":
-        x = _mix(x, matrix, WORKERS)
-    adapted = ()
+    rows = ()
+    changes = ()
     for i in tl.static_range(WORKERS):
         at = i * stride + columns
         gradient = g[i] * tl.load(scale + i)
@@ -405,27 +402,32 @@ def _adamw_kernel(
         tl.store(exp_avg + at, first, mask=inside)
         tl.store(exp_avg_sq + at, second, mask=inside)
         change = step_size * first / (tl.sqrt(second) * correction + eps)
-        adapted = adapted + (x[i] - (decay * x[i] + change),)  # noqa: RUF005
-    if MIXING == "atc":
-        adapted = _mix(adapted, matrix, WORKERS)
+        rows = rows + (x[i] if MIXING == "awc" else x[i] - (decay * x[i] + change),)
+        changes = changes + (change,)
+
+    # the stores keep the next row's mixing weights from being loaded, and held, before them
+    combined = ()
     for i in tl.static_range(WORKERS):
         at = i * stride + columns
-        tl.store(weights + at, adapted[i], mask=inside)
+        row = rows[i] if MIXING == "none" else _mix(rows, matrix + i * WORKERS, WORKERS)
+        if MIXING == "awc":
+            row -= decay * row + changes[i]
+        tl.store(weights + at, row, mask=inside)
         if shadow is not None:
-            tl.store(shadow + at, adapted[i].to(shadow.dtype.element_ty), mask=inside)
+            tl.store(shadow + at, row.to(shadow.dtype.element_ty), mask=inside)
+        combined = combined + (row,)
 
     if spread is not None:
-        mean = adapted[0]
+        mean = combined[0]
         for i in tl.static_range(1, WORKERS):
-            mean += adapted[i]
+            mean += combined[i]
         mean = mean * (1.0 / WORKERS)
         sums = spread + block.to(tl.int64) * (WORKERS + 1)
         for i in tl.static_range(WORKERS):
-            difference = adapted[i] - mean
-            tl.store(sums + i, tl.sum(difference * difference))
-        tl.store(sums + WORKERS, tl.sum(mean * mean))
-    if block == 0:
-        tl.store(step, tl.load(step) + 1)
+            difference = combined[i] - mean
+            tl.store(sums + i, tl.sum(difference * difference), mask=writes)
+        tl.store(sums + WORKERS, tl.sum(mean * mean), mask=writes)
+    tl.store(step, tl.load(step) + 1, mask=writes & (block == 0))
 
 
 def _adamw_launch(
@@ -447,7 +449,9 @@ def _adamw_launch(
     arenas = (weights, gradients, exp_avg, exp_avg_sq, shadow)
     assert all(arena is None or arena.is_contiguous() for arena in arenas)
     assert all(t is None or t.is_contiguous() for t in (hyperparameters, matrix, blocks, spread))
+    assert row_numel % 64 == 0
     assert hyperparameters.shape[1] == NUM_HYPERPARAMETERS
+    assert blocks.dtype == torch.int64
     _adamw_kernel[(len(blocks),)](
         weights,
         gradients,
