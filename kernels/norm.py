@@ -21,8 +21,8 @@ from tinyllm.kernels.operation import Operation
 _THREADS = 128
 _MIN_ROWS = 16
 """Rows that make a program of the backward worth starting."""
-_PROGRAMS = 1_024
-"""Programs of the backward at most: two waves of four on each of 132 SMs."""
+_PROGRAMS = 8 * 132
+"""Programs of the backward at most: a few waves of three or four on each of 132 SMs."""
 
 
 def _residual_rms_norm(
@@ -128,32 +128,30 @@ def _forward_kernel(
     CHUNK: tl.constexpr,
 ) -> None:
     """Program (i, w): ROWS rows of worker w."""
-    worker = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows_count
-    row = worker * rows_count + row
-    column = tl.arange(0, CHUNK)
-    offset = row[:, None] * C + column[None, :]
-    weight_ptr += worker * weight_stride
+    worker, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, CHUNK)[None, :]
+    mask = start + row < rows_count
+    before = worker * rows_count + start
+    offset = before * C + (row * C + column)
+    # read by every thread where it needs it: a row of weights would travel through shared memory
+    weight_ptr += worker * weight_stride + tl.broadcast_to(column, (ROWS, CHUNK))
 
     sums: tl.tuple = ()
     squares = tl.zeros((ROWS, CHUNK), tl.float32)
-    for start in tl.static_range(0, C, CHUNK):
-        total = tl.load(x_ptr + offset + start, mask=inside[:, None], other=0.0).to(tl.float32)
+    for c in tl.static_range(0, C, CHUNK):
+        total = tl.load(x_ptr + offset + c, mask=mask, other=0.0).to(tl.float32)
         if branch_ptr is not None:
-            added = tl.load(branch_ptr + offset + start, mask=inside[:, None], other=0.0)
-            total += added.to(tl.float32)
+            total += tl.load(branch_ptr + offset + c, mask=mask, other=0.0).to(tl.float32)
         sums += (total,)
         squares += total * total
-    rstd = tl.rsqrt(tl.sum(squares, 1) / C + eps)
-    tl.store(rstd_ptr + row, rstd, mask=inside)
-    for start in tl.static_range(0, C, CHUNK):
-        total = sums[start // CHUNK]
-        weight = tl.load(weight_ptr + start + column).to(tl.float32)
-        normed = total * rstd[:, None] * weight[None, :]
+    rstd = tl.rsqrt(tl.sum(squares, 1) / C + eps)[:, None]
+    tl.store(rstd_ptr + before + row, rstd, mask=mask)
+    for c in tl.static_range(0, C, CHUNK):
+        total = sums[c // CHUNK]
         if branch_ptr is not None:
-            tl.store(out_ptr + offset + start, total, mask=inside[:, None])
-        tl.store(normed_ptr + offset + start, normed, mask=inside[:, None])
+            tl.store(out_ptr + offset + c, total, mask=mask)
+        normed = total * rstd * tl.load(weight_ptr + c).to(tl.float32)
+        tl.store(normed_ptr + offset + c, normed, mask=mask)
 
 
 @triton.jit
@@ -177,47 +175,48 @@ def _backward_kernel(
 ) -> None:
     """Program (p, w): every P-th tile of ROWS rows of worker w, from the p-th on."""
     program, worker = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    column = tl.arange(0, CHUNK)
-    weight_ptr += worker * weight_stride
-    dweight_ptr += worker * dweight_stride_w + program * dweight_stride_p
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, CHUNK)[None, :]
+    weight_ptr += worker * weight_stride + tl.broadcast_to(column, (ROWS, CHUNK))
 
     dweights: tl.tuple = ()
     for _ in tl.static_range(0, C, CHUNK):
         dweights += (tl.zeros((ROWS, CHUNK), tl.float32),)
     for start in range(tl.program_id(0) * ROWS, rows_count, tl.num_programs(0) * ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = row < rows_count
-        row = worker * rows_count + row
-        offset = row[:, None] * C + column[None, :]
-        mask = inside[:, None]
-        rstd = tl.load(rstd_ptr + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+        mask = start + row < rows_count
+        before = worker * rows_count + start
+        offset = before * C + (row * C + column)
+        rstd = tl.load(rstd_ptr + before + row, mask=mask, other=0.0).to(tl.float32)
+        if row_scale_ptr is not None:
+            scale = tl.load(row_scale_ptr + before + row, mask=mask, other=0.0)
 
-        gradients: tl.tuple = ()
+        # the part of dx that needs no mean is added up at once, so that all loads come first
+        parts: tl.tuple = ()
         normals: tl.tuple = ()
         sums: tl.tuple = ()
         products = tl.zeros((ROWS, CHUNK), tl.float32)
         for c in tl.static_range(0, C, CHUNK):
             dy = tl.load(dnormed_ptr + offset + c, mask=mask, other=0.0).to(tl.float32)
             if row_scale_ptr is not None:
-                scale = tl.load(row_scale_ptr + row, mask=inside, other=0.0)[:, None]
                 dy = tl.where(scale == 0, 0.0, dy * scale)
             normal = tl.load(x_ptr + offset + c, mask=mask, other=0.0).to(tl.float32) * rstd
-            g = dy * tl.load(weight_ptr + c + column).to(tl.float32)[None, :]
+            g = dy * tl.load(weight_ptr + c).to(tl.float32)
+            part = g * rstd
+            if dresidual_ptr is not None:
+                part += tl.load(dresidual_ptr + offset + c, mask=mask, other=0.0).to(tl.float32)
             products += g * normal
             sums += (dweights[c // CHUNK] + dy * normal,)
-            gradients += (g,)
+            parts += (part,)
             normals += (normal,)
         dweights = sums
-        mean = (tl.sum(products, 1) / C)[:, None]
+        factor = rstd * (tl.sum(products, 1) / C)[:, None]
         for c in tl.static_range(0, C, CHUNK):
-            dx = rstd * (gradients[c // CHUNK] - normals[c // CHUNK] * mean)
-            if dresidual_ptr is not None:
-                dx += tl.load(dresidual_ptr + offset + c, mask=mask, other=0.0).to(tl.float32)
+            dx = parts[c // CHUNK] - normals[c // CHUNK] * factor
             tl.store(dx_ptr + offset + c, dx, mask=mask)
             if dx_low_ptr is not None:
                 tl.store(dx_low_ptr + offset + c, dx, mask=mask)
+    dweight_ptr += worker * dweight_stride_w + program * dweight_stride_p + tl.arange(0, CHUNK)
     for c in tl.static_range(0, C, CHUNK):
-        tl.store(dweight_ptr + c + column, tl.sum(dweights[c // CHUNK], 0))
+        tl.store(dweight_ptr + c, tl.sum(dweights[c // CHUNK], 0))
 
 
 @triton.jit
@@ -250,10 +249,9 @@ def _sum_kernel(
 
 
 def _tile(width: int) -> tuple[int, int]:
-    """Rows and columns that give a thread one 16-byte vector of bf16; half for very wide rows."""
+    """Rows and columns that give a thread four neighbours: 16 bytes of fp32, stored in full."""
     chunk = gcd(width, 128)
-    vector = 8 if width // chunk <= 8 else 4
-    return vector * _THREADS // chunk, chunk
+    return 4 * _THREADS // chunk, chunk
 
 
 def _launch_forward(
