@@ -57,14 +57,18 @@ def _tile(
     SEGMENTS: tl.constexpr,
     SEGMENT: tl.constexpr,
 ) -> tl.tuple:
-    """Segments of the inputs of one sequence: columns, which exist, their ids and tokens in all."""
-    sequence = tl.program_id(0).to(tl.int64)
-    segment = tl.program_id(1) * SEGMENTS + tl.arange(0, SEGMENTS)
+    """SEGMENTS segments of the inputs of one sequence n.
+
+    Returns n, and of each segment its columns, whether it exists, its id and its token in all.
+    """
+    tiles = tl.cdiv(length * (C // SEGMENT), SEGMENTS)
+    sequence = (tl.program_id(0) // tiles).to(tl.int64)
+    segment = tl.program_id(0) % tiles * SEGMENTS + tl.arange(0, SEGMENTS)
     token = segment // (C // SEGMENT)
     inside = token < length
     ids = tl.load(rows_ptr + sequence * (length + 1) + token, mask=inside, other=0)
     column = (segment % (C // SEGMENT) * SEGMENT)[:, None] + tl.arange(0, SEGMENT)[None, :]
-    return column, inside, tl.maximum(ids, 0), sequence * length + token
+    return sequence, column, inside, tl.maximum(ids, 0), sequence * length + token
 
 
 @triton.jit
@@ -80,9 +84,9 @@ def _embed_kernel(
     SEGMENTS: tl.constexpr,
     SEGMENT: tl.constexpr,
 ) -> None:
-    """Program (n, i): SEGMENTS segments of SEGMENT columns of the tokens of sequence n."""
-    column, inside, ids, token = _tile(rows_ptr, length, C, SEGMENTS, SEGMENT)
-    weight_ptr += (tl.program_id(0) // batch).to(tl.int64) * weight_stride
+    """A program: SEGMENTS segments of SEGMENT columns of the tokens of one sequence."""
+    sequence, column, inside, ids, token = _tile(rows_ptr, length, C, SEGMENTS, SEGMENT)
+    weight_ptr += (sequence // batch) * weight_stride
     found = (inside & (ids < vocabulary))[:, None]
     x = tl.load(weight_ptr + ids[:, None] * C + column, mask=found, other=float("nan"))
     tl.store(x_ptr + token[:, None] * C + column, x, mask=inside[:, None])
@@ -101,9 +105,9 @@ def _embed_backward_kernel(
     SEGMENTS: tl.constexpr,
     SEGMENT: tl.constexpr,
 ) -> None:
-    """Program (n, i): SEGMENTS segments of SEGMENT columns of the tokens of sequence n."""
-    column, inside, ids, token = _tile(rows_ptr, length, C, SEGMENTS, SEGMENT)
-    dweight_ptr += (tl.program_id(0) // batch).to(tl.int64) * dweight_stride
+    """A program: SEGMENTS segments of SEGMENT columns of the tokens of one sequence."""
+    sequence, column, inside, ids, token = _tile(rows_ptr, length, C, SEGMENTS, SEGMENT)
+    dweight_ptr += (sequence // batch) * dweight_stride
     found = (inside & (ids < vocabulary))[:, None]
     dx = tl.load(dx_ptr + token[:, None] * C + column, mask=found, other=0.0).to(tl.float32)
     tl.atomic_add(dweight_ptr + ids[:, None] * C + column, dx, mask=found, sem="relaxed")
@@ -114,7 +118,7 @@ def _launch_embed(rows: Tensor, weight: Tensor, x: Tensor) -> None:
     vocabulary, width = weight.shape[1:]
     segment = gcd(width, 128)
     tile = 8 * _THREADS // segment
-    _embed_kernel[(workers * batch, triton.cdiv(length * (width // segment), tile))](
+    _embed_kernel[(workers * batch * triton.cdiv(length * (width // segment), tile),)](
         *(rows, weight, weight.stride(0), x, batch, length, vocabulary),
         C=width,
         SEGMENTS=tile,
@@ -128,7 +132,7 @@ def _launch_embed_backward(rows: Tensor, dx: Tensor, dweight: Tensor) -> None:
     vocabulary, width = dweight.shape[1:]
     segment = gcd(width, 128)
     tile = 8 * _THREADS // segment
-    _embed_backward_kernel[(workers * batch, triton.cdiv(length * (width // segment), tile))](
+    _embed_backward_kernel[(workers * batch * triton.cdiv(length * (width // segment), tile),)](
         *(rows, dx, dweight, dweight.stride(0), batch, length, vocabulary),
         C=width,
         SEGMENTS=tile,

@@ -19,10 +19,10 @@ from torch import Tensor
 from tinyllm.kernels.operation import Operation
 
 _THREADS = 128
-_MIN_ROWS = 16
+_MIN_ROWS = 8
 """Rows that make a program of the backward worth starting."""
 _PROGRAMS = 8 * 132
-"""Programs of the backward at most: a few waves of three or four on each of 132 SMs."""
+"""Programs of the backward at most: two waves or so of five on each of 132 SMs."""
 
 
 def _residual_rms_norm(

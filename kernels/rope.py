@@ -71,8 +71,10 @@ def _rotate_kernel(
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Program (n, i): ROWS (token, query or key head) rows of sequence n."""
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """A program: ROWS (token, query or key head) rows of one sequence."""
+    tiles = tl.cdiv(length * 2 * HEADS, ROWS)
+    sequence = (tl.program_id(0) // tiles).to(tl.int64)
+    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     token, head = row // (2 * HEADS), row % (2 * HEADS)
     mask = (token < length)[:, None]
     column = tl.arange(0, HALF)[None, :]
@@ -80,7 +82,7 @@ def _rotate_kernel(
     cos = tl.load(cos_ptr + table, mask=mask, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + table, mask=mask, other=0.0).to(tl.float32)
 
-    qkv_ptr += tl.program_id(0).to(tl.int64) * length * (6 * HEADS * HALF)
+    qkv_ptr += sequence * length * (6 * HEADS * HALF)
     first_ptr = qkv_ptr + (token * (6 * HEADS * HALF) + head * (2 * HALF))[:, None] + column
     second_ptr = first_ptr + HALF
     first = tl.load(first_ptr, mask=mask, other=0.0).to(tl.float32)
@@ -105,8 +107,10 @@ def _rotate_back_kernel(
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Program (n, i): ROWS (token, head) rows of sequence n, of all three gradients."""
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """A program: ROWS (token, head) rows of one sequence, of all three gradients."""
+    tiles = tl.cdiv(length * HEADS, ROWS)
+    sequence = (tl.program_id(0) // tiles).to(tl.int64)
+    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     token, head = row // HEADS, row % HEADS
     mask = (token < length)[:, None]
     column = tl.arange(0, HALF)[None, :]
@@ -114,7 +118,6 @@ def _rotate_back_kernel(
     cos = tl.load(cos_ptr + table, mask=mask, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + table, mask=mask, other=0.0).to(tl.float32)
 
-    sequence = tl.program_id(0).to(tl.int64)
     dqkv_ptr += sequence * length * (6 * HEADS * HALF)
     dqkv_ptr += (token * (6 * HEADS * HALF) + head * (2 * HALF))[:, None] + column
     dq_ptr += _rows(sequence, head, token, dq_strides)[:, None] + column
@@ -147,7 +150,7 @@ def _launch_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, length: in
     workers, tokens, width = qkv.shape
     half = width // (6 * heads)
     rows = 16 * _THREADS // half
-    _rotate_kernel[(workers * tokens // length, triton.cdiv(length * 2 * heads, rows))](
+    _rotate_kernel[(workers * tokens // length * triton.cdiv(length * 2 * heads, rows),)](
         *(qkv, cos, sin, length),
         HEADS=heads,
         HALF=half,
@@ -161,7 +164,7 @@ def _launch_rotate_back(
 ) -> None:
     sequences, heads, length, width = dq.shape
     rows = 8 * _THREADS // (width // 2)
-    _rotate_back_kernel[(sequences, triton.cdiv(length * heads, rows))](
+    _rotate_back_kernel[(sequences * triton.cdiv(length * heads, rows),)](
         *(dq, dk, dv, dq.stride()[:3], dk.stride()[:3], dv.stride()[:3], cos, sin, dqkv, length),
         HEADS=heads,
         HALF=width // 2,
