@@ -136,7 +136,7 @@ def test_a_row_of_factor_zero_counts_for_nothing(launch: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "rows", "expected"), [(1, 131_072, 1_056), (8, 16_384, 132), (1, 2_048, 256)]
+    ("workers", "rows", "expected"), [(1, 131_072, 1_024), (8, 16_384, 128), (1, 2_048, 256)]
 )
 def test_partials_fill_a_gpu(workers: int, rows: int, expected: int) -> None:
     assert partials(workers, rows) == expected
@@ -261,7 +261,7 @@ def test_rows_past_two_to_the_31_elements_on_gpu() -> None:
     last[0].normal_(), last[1].normal_(), last[2].fill_(torch.nan)
     expected = plain_norm(last[0].double() + last[1].double(), weight.double())
     residual_rms_norm(x, branch, weight, EPS, x, y, rstd)
-    # two roundings to bf16 at most lie between them
+    # rounded once, by at most half a unit in bf16's last place
     torch.testing.assert_close(last[2].double(), expected, rtol=2.0**-8, atol=1e-6)
 
     dx, dweight = torch.empty_like(x), torch.empty(1, 1_024, 64, device="cuda")
