@@ -1,8 +1,9 @@
-"""How many tokens a second does the native backend train, inside ``Trainer.fit``?
+"""How many tokens a second does a backend train, inside ``Trainer.fit``?
 
-Usage: python benchmarks/native_throughput.py RESULTS.json [CASE ...]
+Usage: python benchmarks/fit_throughput.py RESULTS.json BACKEND[,BACKEND] [CASE ...]
 
-Without names, all cases on one GPU; a case on two GPUs is measured alone.
+Backends are native and gh200. Without names, all cases on one GPU; a case on two GPUs is measured
+alone.
 
 Complete updates: loading, transfer, clipping, AdamW, mixing, finite checks and logging are all on.
 Tokens are random. Each case warms up for 20 updates (compilation among them), then runs five
@@ -15,6 +16,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +41,26 @@ class Case:
     preset: str
     rows: int
     context: int
-    strategy: Callable[[], Strategy]
+    strategy: Callable[..., Strategy]
     devices: int = 1
 
 
 CASES = {
     "20m-sync-production": Case("20m", 128, 1024, SyncStrategy),
-    "20m-packed4-production": Case("20m", 128, 1024, lambda: DecentralizedStrategy(4)),
-    "20m-packed8-production": Case("20m", 128, 1024, lambda: DecentralizedStrategy(8)),
+    "20m-packed4-production": Case("20m", 128, 1024, partial(DecentralizedStrategy, 4)),
+    "20m-packed8-production": Case("20m", 128, 1024, partial(DecentralizedStrategy, 8)),
     "20m-sync-b4-c512": Case("20m", 4, 512, SyncStrategy),
-    "20m-packed4-b8-c512": Case("20m", 32, 512, lambda: DecentralizedStrategy(4)),
-    "20m-packed8-b8-c1024": Case("20m", 64, 1024, lambda: DecentralizedStrategy(8)),
+    "20m-packed4-b8-c512": Case("20m", 32, 512, partial(DecentralizedStrategy, 4)),
+    "20m-packed8-b8-c1024": Case("20m", 64, 1024, partial(DecentralizedStrategy, 8)),
     "50m-sync-production": Case("50m", 32, 1024, SyncStrategy),
     "90m-sync-production": Case("90m", 32, 1024, SyncStrategy),
     # the load of one GPU's production cases on each of two
     "20m-sync-x2": Case("20m", 256, 1024, SyncStrategy, devices=2),
-    "20m-packed4-x2": Case("20m", 256, 1024, lambda: DecentralizedStrategy(8), devices=2),
+    "20m-packed4-x2": Case("20m", 256, 1024, partial(DecentralizedStrategy, 8), devices=2),
 }
 
 
-def measure(case: Case, cache: Path, folder: Path) -> dict[str, Any]:
+def measure(case: Case, backend: str, cache: Path, folder: Path) -> dict[str, Any]:
     """Tokens per second of one case, with what it took."""
     seed_everything(0, verbose=False)
     windows = ThroughputWindows(folder, warmup_updates=20, windows=5, window_seconds=1.0, stop=True)
@@ -65,7 +68,7 @@ def measure(case: Case, cache: Path, folder: Path) -> dict[str, Any]:
         accelerator="gpu",
         devices=case.devices,
         precision="bf16-mixed",
-        strategy=case.strategy(),
+        strategy=case.strategy(backend=backend),
         max_steps=1_000_000,
         limit_val_batches=0,
         gradient_clip_val=1.0,
@@ -93,8 +96,10 @@ def measure(case: Case, cache: Path, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     one_gpu = [name for name, case in CASES.items() if case.devices == 1]
-    results_file, chosen = Path(sys.argv[1]), sys.argv[2:] or one_gpu
-    if len(chosen) > 1 and not set(chosen) <= set(one_gpu):
+    if len(sys.argv) < 3 or not set(backends := sys.argv[2].split(",")) <= {"native", "gh200"}:
+        sys.exit(__doc__)
+    results_file, chosen = Path(sys.argv[1]), sys.argv[3:] or one_gpu
+    if len(chosen) * len(backends) > 1 and not set(chosen) <= set(one_gpu):
         sys.exit("a case on several GPUs is measured alone: its other ranks run this script again")
     results: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
@@ -112,9 +117,11 @@ def main() -> None:
         prepare(
             folder / "cache", "tokens", str(folder / "random.bin"), vocab_size=32_000, boundary_id=2
         )
-        for name in chosen:
-            results["cases"][name] = measure(CASES[name], folder / "cache", folder / name)
-            print(f"\n{name}: {results['cases'][name]['tokens_per_second'] / 1e6:.3f} M tokens/s")
+        for name, backend in product(chosen, backends):
+            place = folder / name / backend
+            result = measure(CASES[name], backend, folder / "cache", place)
+            results["cases"].setdefault(name, {})[backend] = result
+            print(f"\n{name} {backend}: {result['tokens_per_second'] / 1e6:.3f} M tokens/s")
             results_file.write_text(json.dumps(results, indent=2))
 
 
