@@ -137,21 +137,21 @@ def _forward_kernel(
     weight_ptr += worker * weight_stride + tl.broadcast_to(column, (ROWS, CHUNK))
 
     sums: tl.tuple = ()
+    weighted: tl.tuple = ()  # at once, so that no load waits behind the stores
     squares = tl.zeros((ROWS, CHUNK), tl.float32)
     for c in tl.static_range(0, C, CHUNK):
         total = tl.load(x_ptr + offset + c, mask=mask, other=0.0).to(tl.float32)
         if branch_ptr is not None:
             total += tl.load(branch_ptr + offset + c, mask=mask, other=0.0).to(tl.float32)
         sums += (total,)
+        weighted += (total * tl.load(weight_ptr + c).to(tl.float32),)
         squares += total * total
     rstd = tl.rsqrt(tl.sum(squares, 1) / C + eps)[:, None]
     tl.store(rstd_ptr + before + row, rstd, mask=mask)
     for c in tl.static_range(0, C, CHUNK):
-        total = sums[c // CHUNK]
         if branch_ptr is not None:
-            tl.store(out_ptr + offset + c, total, mask=mask)
-        normed = total * rstd * tl.load(weight_ptr + c).to(tl.float32)
-        tl.store(normed_ptr + offset + c, normed, mask=mask)
+            tl.store(out_ptr + offset + c, sums[c // CHUNK], mask=mask)
+        tl.store(normed_ptr + offset + c, weighted[c // CHUNK] * rstd, mask=mask)
 
 
 @triton.jit
