@@ -220,7 +220,7 @@ def _prepare_kernel(
     factor = tl.minimum(tl.load(clip_norm) / (length + 1e-6), 1.0) / count
     tl.store(scale + row, factor, mask=inside)
     finite = (tl.abs(mean) < float("inf")) & (tl.abs(length) < float("inf"))  # false for NaN
-    bad = inside & (finite == 0) & (tl.load(failed) == 0)
+    bad = (finite == 0) & (tl.load(failed) == 0)  # rows beyond W are all zero
     tl.store(failed_workers + row, 1, mask=bad)
     tl.store(failed, 1, mask=tl.max(bad.to(tl.int32), 0) != 0)
 
