@@ -1,8 +1,13 @@
 """A fixed list of launches as a CUDA graph: warm-up, capture, replay and teardown in one place."""
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 
 import torch
+
+_ABANDONED: list[torch.cuda.CUDAGraph] = []
+"""Failed captures; the allocator of pinned memory may go on asking them what is theirs."""
 
 
 class CapturedCall:
@@ -28,7 +33,8 @@ class CapturedCall:
     ) -> None:
         self._function = function
         self._device = device
-        self._pool = pool
+        on_gpu = device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if pool is None and on_gpu else pool
         self._warm = False
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -44,14 +50,22 @@ class CapturedCall:
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         try:
-            # other threads, such as a loader's, may go on talking to the device meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._function()
+            with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+                # other threads, such as a loader's, may go on talking to the device meanwhile
+                graph.capture_begin(self._pool, "thread_local")  # type: ignore[arg-type]
+                try:
+                    self._function()
+                except BaseException:
+                    with suppress(RuntimeError):  # of which the first error is the cause
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         except BaseException as error:
-            graph.reset()
-            torch.cuda.empty_cache()
-            if isinstance(error, RuntimeError):
+            self._abandon(graph)
+            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                 raise RuntimeError(
                     f"an update could not be captured in a CUDA graph: {error}; set the strategy's "
                     "backend to native to train without graphs"
@@ -59,9 +73,28 @@ class CapturedCall:
             raise
         return graph
 
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Frees the memory of a failed capture, which torch keeps if CUDA itself broke it off."""
+        try:
+            graph.pool()
+        except RuntimeError:  # it has not ended
+            assert self._pool is not None
+            for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+                with suppress(RuntimeError):
+                    undo(torch.cuda.current_device(), self._pool)
+            _ABANDONED.append(graph)
+        graph.reset()
+        torch.cuda.empty_cache()
+
     def release(self) -> None:
         """Gives the graph's memory back; the next call starts afresh."""
         if self._graph is not None:
             self._graph.reset()
             self._graph = None
         self._warm = False
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """The same for all captures, which can share a pool's memory only on one stream."""
+    return torch.cuda.Stream(device)

@@ -61,7 +61,9 @@ class Gh200Engine:
         self._shadow = (
             torch.empty_like(arena.weights, dtype=torch.bfloat16) if device.type == "cuda" else None
         )
-        self._llama = _tensors(arena, arena.weights if self._shadow is None else self._shadow, llama)
+        self._llama = _tensors(
+            arena, arena.weights if self._shadow is None else self._shadow, llama
+        )
 
         self._results = torch.zeros(2, workers, dtype=dtype, device=device)  # loss and norm
         self._totals = Totals(
@@ -69,6 +71,7 @@ class Gh200Engine:
             torch.zeros(workers, dtype=torch.int64, device=device),
             torch.zeros(1, dtype=dtype, device=device),
         )
+        self.nll, self.targets, _ = self._totals
         self._scale = torch.zeros(workers, dtype=dtype, device=device)
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._failed = torch.zeros((), dtype=torch.int32, device=device)
@@ -94,16 +97,6 @@ class Gh200Engine:
         self.updates = 0
 
     # --- counters -----------------------------------------------------------------------------
-
-    @property
-    def nll(self) -> Tensor:
-        """``[W]`` summed loss of the batches of the coming update."""
-        return self._totals.nll
-
-    @property
-    def targets(self) -> Tensor:
-        """``[W]`` number of targets in those batches."""
-        return self._totals.targets
 
     @property
     def updates(self) -> int:
@@ -276,8 +269,7 @@ class Gh200Engine:
 def _tensors(arena: Arena, matrices: Tensor, llama: Llama) -> LlamaTensors:
     """The arena as the step wants it: ``matrices`` holds the weights in the compute dtype."""
     low, high, gradients = (
-        _by_module(arena.layout.views(flat))
-        for flat in (matrices, arena.weights, arena.gradients)
+        _by_module(arena.layout.views(flat)) for flat in (matrices, arena.weights, arena.gradients)
     )
     config = llama.config
     return LlamaTensors(
