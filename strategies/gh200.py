@@ -55,6 +55,7 @@ class Gh200Engine:
         self._ranks = ranks
         workers, device, dtype = arena.workers, arena.weights.device, arena.weights.dtype
         self._device = device
+        self._context = llama.config.context
         self._parameters = list(llama.parameters())
         self._shadowed: tuple[int, ...] | None = None
         # matrices in the compute dtype, written by every update
@@ -124,6 +125,11 @@ class Gh200Engine:
         """Adds the gradients of a batch."""
         rows, workers = batch[0], self.arena.workers
         check_rows(rows, workers)
+        if rows.shape[1] - 1 > self._context:
+            raise ValueError(
+                f"{rows.shape[1] - 1} tokens exceed the model's context of {self._context}; "
+                "use shorter rows or a model with a longer context"
+            )
         self._refresh_shadow()
         before = None if not self.pending else (self.nll.sum(), self.targets.sum())
         rows = rows.unflatten(0, (-1, workers)).transpose(0, 1)  # [W, B, T+1]
@@ -249,7 +255,7 @@ class Gh200Engine:
 
     def consensus_distance(self) -> tuple[Tensor, Tensor]:
         """``‖x_i − x̄‖`` of each local worker ``[W]`` after the last update, and ``‖x̄‖`` ``[1]``."""
-        if self._ranks.spread:
+        if self._ranks.spread or self.arena.workers == 1:
             return consensus_distance(self.arena.weights, self._ranks)
         return spread_norms(self._spread)
 
