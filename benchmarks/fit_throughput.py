@@ -72,7 +72,7 @@ def measure(case: Case, backend: str, cache: Path, folder: Path) -> dict[str, An
         max_steps=1_000_000,
         limit_val_batches=0,
         gradient_clip_val=1.0,
-        log_every_n_steps=10,
+        log_every_n_steps=50,  # Lightning's default
         logger=RunLogger(folder),
         callbacks=[windows, MemoryMonitor(folder), RunProgressBar()],
         enable_checkpointing=False,

@@ -57,11 +57,9 @@ def attend_backward(
     if not qkv.is_cuda:
         return _reference_backward(dy, q, k, v, attended.out)
     lse, starts_q, starts_k, max_q, max_k, seed, offset, _ = attended.state
-    gradients: tuple[Tensor, Tensor, Tensor] = (
-        _aten._scaled_dot_product_cudnn_attention_backward(
-            *(dy, q, k, v, attended.out, lse, seed, offset, None),
-            *(starts_q, starts_k, max_q, max_k, 0.0, True),
-        )
+    gradients: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_cudnn_attention_backward(
+        *(dy, q, k, v, attended.out, lse, seed, offset, None),
+        *(starts_q, starts_k, max_q, max_k, 0.0, True),
     )
     return gradients
 

@@ -113,12 +113,8 @@ def _exponentials_kernel(
             columns = n + tl.arange(0, HALF)
             left = tl.where(columns[None, :] < V, left, 0.0)
             right = tl.where(columns[None, :] + HALF < V, right, 0.0)
-        exps_desc.store(
-            [worker, m, n], left.to(exps_desc.dtype).reshape(1, BLOCK_M, HALF)
-        )
-        exps_desc.store(
-            [worker, m, n + HALF], right.to(exps_desc.dtype).reshape(1, BLOCK_M, HALF)
-        )
+        exps_desc.store([worker, m, n], left.to(exps_desc.dtype).reshape(1, BLOCK_M, HALF))
+        exps_desc.store([worker, m, n + HALF], right.to(exps_desc.dtype).reshape(1, BLOCK_M, HALF))
         rows = m + tl.arange(0, BLOCK_M)
         row_sums = tl.sum(left, 1) + tl.sum(right, 1)
         place = (worker.to(tl.int64) * tiles_n + tile_n) * M
@@ -302,9 +298,7 @@ def _finish_kernel(
     for c in range(0, C, 64):
         a = tl.load(h + at_row + c + k[None, :], inside[:, None], 0.0).to(tl.float32)
         a = tl.where(scored[:, None], a * factor[:, None], 0.0)
-        tl.store(
-            scaled + at_row + c + k[None, :], a.to(scaled.dtype.element_ty), inside[:, None]
-        )
+        tl.store(scaled + at_row + c + k[None, :], a.to(scaled.dtype.element_ty), inside[:, None])
     place = (worker * tl.num_programs(0) + tl.program_id(0)) * 2
     tl.store(tally + place, tl.sum(loss, 0))
     tl.store(tally + place + 1, tl.sum(scored.to(tl.float32), 0))

@@ -16,15 +16,10 @@ from tinyllm.kernels.attention import Attended
 from tinyllm.kernels.embedding import embed, embed_backward
 from tinyllm.kernels.gemm import input_gradient, linear, weight_gradient
 from tinyllm.kernels.rope import rotate, rotate_back
-from tinyllm.kernels.side import SideStream
 from tinyllm.kernels.swiglu import swiglu, swiglu_backward
 
 EMBEDDING = "embed_tokens"
 FINAL_NORM = "norm"
-
-SIDE_STREAM_TOKENS = 32_768
-"""Up to this many, weight gradients run beside the chain of input gradients, which alone would
-leave much of the GPU idle."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +96,7 @@ class LlamaStep:
         accumulate: Whether gradients and totals are added to what is there.
     """
 
-    def __init__(
-        self, llama: LlamaTensors, rows: Tensor, totals: Totals, accumulate: bool
-    ) -> None:
+    def __init__(self, llama: LlamaTensors, rows: Tensor, totals: Totals, accumulate: bool) -> None:
         self._llama = llama
         self._rows = rows
         self._totals = totals
@@ -114,9 +107,6 @@ class LlamaStep:
         self._low = llama.weights[EMBEDDING].dtype
         self._partials = norm.partials(self._workers, self._tokens)
         self._norm_gradients = _rows_of([llama.gradients[name] for name in llama.norms])
-        self._side = SideStream(
-            rows.is_cuda and self._workers * self._tokens <= SIDE_STREAM_TOKENS
-        )
 
     def __call__(self) -> None:
         """Runs both passes."""
@@ -127,10 +117,9 @@ class LlamaStep:
         dx, dx_low = self._head(x, dscales)
         for index in reversed(range(self._llama.layers)):
             dx, dx_low = self._layer_backward(index, layers.pop(), dx, dx_low, dscales)
-        self._side.join()
         embed_backward(self._rows, dx, self._llama.gradients[EMBEDDING])
         for start, gradients in self._norm_gradients:
-            part = dweights[:, start : start + gradients.shape[1]]
+            part = dweights[:, start : start + gradients.shape[1]].contiguous()
             norm.sum_partials(part, gradients, self._accumulate)
 
     # --- forward ----------------------------------------------------------------------------------
@@ -173,9 +162,7 @@ class LlamaStep:
 
     # --- head ---------------------------------------------------------------------------------------
 
-    def _head(
-        self, x: _Normed, dscales: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
+    def _head(self, x: _Normed, dscales: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """The loss, and the gradient of the residual stream before the last norm."""
         embedding, tokens = self._llama.weights[EMBEDDING], self._tokens
         vocab = embedding.shape[1]
@@ -215,9 +202,7 @@ class LlamaStep:
         assert dx_low is not None
         attended = self._merged(layer.attended)
         dattended = self._linear_backward(f"{name}.self_attn.o_proj", dx_low, attended)
-        dq, dk, dv = attention.attend_backward(
-            dattended, layer.qkv, layer.attended, heads, length
-        )
+        dq, dk, dv = attention.attend_backward(dattended, layer.qkv, layer.attended, heads, length)
         dqkv = layer.qkv
         rotate_back(dq, dk, dv, self._llama.cos, self._llama.sin, dqkv)
         before = layer.before_attention
@@ -231,8 +216,7 @@ class LlamaStep:
         return input_gradient(dy, self._llama.weights[name])
 
     def _weight_gradient(self, name: str, dy: Tensor, x: Tensor) -> None:
-        with self._side(dy, x):
-            weight_gradient(dy, x, self._llama.gradients[name], self._accumulate)
+        weight_gradient(dy, x, self._llama.gradients[name], self._accumulate)
 
     def _norm_backward(
         self,

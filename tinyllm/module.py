@@ -127,7 +127,8 @@ class TinyLLM(LightningModule):
         metrics: UpdateMetrics | None = getattr(self.trainer.strategy, "update_metrics", None)
         if metrics is None or not metrics.complete:
             return
-        values = metrics.scalars()
+        # as host tensors: Lightning would move numbers to the device, and wait for each
+        values = {name: torch.tensor(value) for name, value in metrics.scalars().items()}
         self.log("train/loss", values.pop("train/loss"), prog_bar=True)
         self.log_dict(values)
 
