@@ -11,11 +11,17 @@ from typing import Any
 import pandas as pd
 
 from tinyllm.acceptance.convergence import convergence_gate
-from tinyllm.acceptance.evidence import EvidenceError, verify_candidate, verify_manifest
+from tinyllm.acceptance.evidence import (
+    QUALIFICATIONS,
+    EvidenceError,
+    verify_candidate,
+    verify_manifest,
+)
 from tinyllm.acceptance.gates import GateResult, Verdict, worst
 from tinyllm.acceptance.numerical import numerical_gate
 from tinyllm.acceptance.performance import performance_gate
 from tinyllm.acceptance.protocol import Protocol
+from tinyllm.acceptance.retained import verify_retained
 
 GATES: dict[str, Callable[[pd.DataFrame | None, Protocol], GateResult]] = {
     "performance": performance_gate,
@@ -115,8 +121,34 @@ def protocol_of(root: Path, named: str | None) -> Protocol:
     return Protocol.load(own if own.is_file() else "1")
 
 
-def _verify_evidence(root: Path) -> None:
-    """Checks every frozen byte, where the tables lie in a campaign's folder.
+def tables_of(root: Path, candidate: str | None = None) -> tuple[Path, str | None]:
+    """Where a candidate's tables are, and its id; a folder that is no campaign has its own tables.
+
+    Args:
+        root: A campaign's folder, or one with tables.
+        candidate: Its id; None takes the only one that was collected.
+
+    Raises:
+        ValueError: If no candidate was collected, or several were and none is named, or one is
+            named and the folder is no campaign.
+    """
+    if not (root / "manifest.json").is_file():
+        if candidate is not None:
+            raise ValueError(f"{root} is no campaign, so it has no candidate {candidate}")
+        return root, None
+    folder = root / QUALIFICATIONS
+    if candidate is None:
+        collected = sorted(path.name for path in folder.glob("*"))
+        if not collected:
+            raise ValueError(f"{folder} has no candidate's tables; collect them first")
+        if len(collected) > 1:
+            raise ValueError(f"name one of the candidates {collected} with --candidate")
+        (candidate,) = collected
+    return folder / candidate, candidate
+
+
+def verify_evidence(root: Path) -> None:
+    """Checks every frozen and retained byte, where there is a campaign.
 
     Raises:
         EvidenceError: If one has changed.
@@ -125,6 +157,27 @@ def _verify_evidence(root: Path) -> None:
         verify_manifest(root)
         for place in sorted((root / "candidates").glob("[!.]*")):
             verify_candidate(root, place.name)
+        verify_retained(root)
+
+
+def add_tables_options(parser: argparse.ArgumentParser) -> None:
+    """``root``, ``--candidate`` and ``--protocol``, as every command that reads tables has them."""
+    parser.add_argument(
+        "root",
+        type=Path,
+        help="A campaign's folder, or one with performance.csv, numerical.csv and convergence.csv.",
+    )
+    parser.add_argument(
+        "--candidate",
+        metavar="ID",
+        help="Of a campaign, the candidate to judge (default: the only one that was collected).",
+    )
+    parser.add_argument(
+        "--protocol",
+        metavar="VERSION|FILE",
+        help="A final version, or a protocol's JSON file (default: ROOT/protocol.json where there "
+        "is one, else 1).",
+    )
 
 
 def main(args: Sequence[str] | None = None, prog: str = "tinyllm accept") -> int:
@@ -135,20 +188,13 @@ def main(args: Sequence[str] | None = None, prog: str = "tinyllm accept") -> int
         "Exits 0 for a pass, 1 if the candidate is not qualified, 2 if anything is missing or "
         "does not count.",
     )
-    parser.add_argument(
-        "root", type=Path, help="Folder with performance.csv, numerical.csv and convergence.csv."
-    )
-    parser.add_argument(
-        "--protocol",
-        metavar="VERSION|FILE",
-        help="A final version, or a protocol's JSON file (default: ROOT/protocol.json where there "
-        "is one, else 1).",
-    )
+    add_tables_options(parser)
     parser.add_argument("--json", action="store_true", help="Print everything as JSON.")
     options = parser.parse_args(args)
     try:
-        _verify_evidence(options.root)
-        found = qualify(options.root, protocol_of(options.root, options.protocol))
+        verify_evidence(options.root)
+        tables, _ = tables_of(options.root, options.candidate)
+        found = qualify(tables, protocol_of(options.root, options.protocol))
     except (EvidenceError, OSError, ValueError) as error:
         sys.stderr.write(f"{prog}: error: {error}\n")
         return 2

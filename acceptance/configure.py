@@ -125,18 +125,32 @@ def run_length(recipe: Recipe) -> tuple[int, int]:
 
 
 def throughput_config(
-    config: Config, protocol: Protocol, *, updates_per_window: int | None, window_seconds: float
+    config: Config,
+    protocol: Protocol,
+    *,
+    updates_per_window: int | None = None,
+    windows: int | None = None,
+    hold: bool = False,
 ) -> Config:
-    """Adds the timed windows, after which the run ends."""
-    windows = {
+    """Adds timed windows, after which the run ends.
+
+    Args:
+        config: A workload's.
+        protocol: Says how long the warm-up and a window are.
+        updates_per_window: None lets the run find out how many fill a window.
+        windows: None takes the protocol's number.
+        hold: Whether to wait after the first update until told to go on.
+    """
+    arguments = {
         "warmup_updates": protocol.warmup_updates,
-        "windows": protocol.windows,
-        "window_seconds": window_seconds,
+        "windows": protocol.windows if windows is None else windows,
+        "window_seconds": protocol.window_seconds,
         "updates_per_window": updates_per_window,
         "stop": True,
+        "hold": hold,
     }
     return _with_callbacks(
-        config, _callback("ThroughputWindows", **windows), _callback("MemoryMonitor")
+        config, _callback("ThroughputWindows", **arguments), _callback("MemoryMonitor")
     )
 
 

@@ -9,7 +9,9 @@ A campaign's folder::
     requirements.lock   exact versions of what it needs
     candidates/ID/      candidate.json and source/; ID is the start of their common hash
     receipts/           a file for each thing that happened, written once
+    retained/           initial states and batches, each named by its hash (see ``retained``)
     failed/             attempts that failed, kept apart
+    qualifications/ID/  tables and report of each candidate
 
 Frozen folders are checked file by file before every use: a changed, missing or added file is
 refused, compiled bytecode too, so run from them with ``PYTHONDONTWRITEBYTECODE=1``. Files appear
@@ -19,25 +21,22 @@ whole or not at all, whenever a process is killed.
 import hashlib
 import json
 import os
-import platform
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from tinyllm.acceptance.protocol import Protocol
 
 FORMAT = 1
+QUALIFICATIONS = "qualifications"
+"""Folder with one for each candidate, which holds its tables and its report."""
 _ID_DIGITS = 12
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FIXED = ("protocol.json", "native.patch", "requirements.lock")
-_PACKAGES = ("torch", "triton", "lightning", "numpy", "pandas", "safetensors", "tinyllm")
-_GPU_FIELDS = ("name", "uuid", "driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
 
 
 class EvidenceError(RuntimeError):
@@ -313,38 +312,6 @@ def keep_failed(root: Path, attempt: Path) -> Path:
             continue
         attempt.rename(place / attempt.name)
         return place / attempt.name
-
-
-def environment() -> dict[str, Any]:
-    """Versions, and each GPU with its driver and clocks; no names of hosts or users."""
-    packages = {}
-    for name in _PACKAGES:
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return {
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "packages": packages,
-        "gpus": _gpus(),
-    }
-
-
-def _gpus() -> list[dict[str, str]]:
-    query = f"--query-gpu={','.join(_GPU_FIELDS)}"
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    lines = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
-    return [dict(zip(_GPU_FIELDS, line, strict=False)) for line in lines]
 
 
 def _hashes(base: Path, files: Iterable[str | Path]) -> dict[str, str]:

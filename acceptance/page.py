@@ -1,5 +1,6 @@
 """The page of a qualification, in Markdown: verdicts, figure, tables, and what they rest on."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,6 +37,8 @@ def qualification_page(
             "> **Partial report.** The campaign is not finished: what follows is no qualification, "
             "and [what is missing](#what-is-missing) is listed below."
         )
+    if origin["candidate"] is not None:
+        parts.append(_candidate(origin["candidate"]))
     parts += [
         _verdicts(found),
         "![Ratios, distances and differences against their limits](qualification.svg)",
@@ -59,6 +62,13 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _number(value: Any, pattern: str) -> str:
     """A cell; a number that is not there becomes a dash."""
     return "-" if value is None or math.isnan(value) else pattern.format(value)
+
+
+def _candidate(frozen: Mapping[str, Any]) -> str:
+    """Which candidate it is about."""
+    strategy = frozen["details"].get("strategy", frozen["details"])
+    options = ", ".join(f"{name}: {json.dumps(value)}" for name, value in strategy.items())
+    return f"Candidate `{frozen['id']}` (`{options}`) against native."
 
 
 def _verdicts(found: Qualification) -> str:

@@ -43,6 +43,9 @@ COSTS = (
 )
 """Columns that are summarized and decide nothing."""
 
+SETUP_COSTS = ("startup_seconds", "elapsed_seconds")
+"""Those that say nothing of a run which was set up beside others."""
+
 
 def window_columns(protocol: Protocol) -> list[str]:
     """Names of the columns with the durations of the windows."""

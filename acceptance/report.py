@@ -28,10 +28,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyllm.acceptance.accept import EXIT_CODES, GATES, Qualification, protocol_of, qualify
+from tinyllm.acceptance.accept import (
+    EXIT_CODES,
+    GATES,
+    Qualification,
+    add_tables_options,
+    protocol_of,
+    qualify,
+    tables_of,
+)
+from tinyllm.acceptance.environment import environment
 from tinyllm.acceptance.evidence import (
     EvidenceError,
-    environment,
     hash_file,
     identity_of,
     verify_candidate,
@@ -41,6 +49,7 @@ from tinyllm.acceptance.figure import qualification_figure
 from tinyllm.acceptance.gates import Verdict
 from tinyllm.acceptance.page import qualification_page
 from tinyllm.acceptance.protocol import Protocol
+from tinyllm.acceptance.retained import verify_retained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -182,6 +191,7 @@ def provenance(evidence: Path, protocol: Protocol, candidate: str | None = None)
         "protocol": {"version": protocol.version, "hash": protocol.hash},
         "manifest": manifest,
         "candidate": measured,
+        "retained": verify_retained(evidence),
         "receipts": receipts,
         "environments": environments,
         "report_environment": environment(),
@@ -307,25 +317,7 @@ def main(args: Sequence[str] | None = None, prog: str = "gh200_report.py") -> in
         "qualification.md beside a campaign's tables. Exits 0 for a pass, 1 if the candidate is "
         "not qualified, 2 if anything is missing or does not count.",
     )
-    parser.add_argument(
-        "root", type=Path, help="Folder with performance.csv, numerical.csv and convergence.csv."
-    )
-    parser.add_argument(
-        "--protocol",
-        metavar="VERSION|FILE",
-        help="A final version, or a protocol's JSON file (default: protocol.json of the evidence "
-        "where there is one, else 1).",
-    )
-    parser.add_argument(
-        "--evidence",
-        type=Path,
-        help="Folder with manifest.json, candidates and receipts (default: ROOT).",
-    )
-    parser.add_argument(
-        "--candidate",
-        metavar="ID",
-        help="The frozen candidate that was measured (default: the only one).",
-    )
+    add_tables_options(parser)
     parser.add_argument(
         "--partial",
         action="store_true",
@@ -333,13 +325,13 @@ def main(args: Sequence[str] | None = None, prog: str = "gh200_report.py") -> in
     )
     options = parser.parse_args(args)
     try:
-        protocol = protocol_of(options.evidence or options.root, options.protocol)
+        tables, candidate = tables_of(options.root, options.candidate)
         report = write_report(
-            options.root,
-            protocol,
+            tables,
+            protocol_of(options.root, options.protocol),
             partial=options.partial,
-            evidence=options.evidence,
-            candidate=options.candidate,
+            evidence=options.root,
+            candidate=candidate,
         )
     except (OSError, ValueError, ReportError, EvidenceError, ModuleNotFoundError) as error:
         sys.stderr.write(f"{prog}: error: {error}\n")

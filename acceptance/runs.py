@@ -1,32 +1,27 @@
-"""Runs pieces of work as child processes: each is done whole, kept apart as failed, or not there.
+"""Pieces of work that are done whole, kept apart as failed, or not there.
 
 ::
 
     work/NAME/          an attempt under way
     results/NAME/       a finished one, with result.json; never changed again
     failed/NAME-K/      attempts that failed or were interrupted
-    locks/NAME.lock     who is at it
+    locks/NAME.lock     locked by who is at it
 """
 
-import ctypes
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from tinyllm.acceptance.evidence import EvidenceError, keep_failed
 from tinyllm.acceptance.locks import claimed
 
-_PR_SET_PDEATHSIG = 1
-_LOG_LINES = 5
-_LIBC = ctypes.CDLL(None)  # loaded here: little may be done between fork and exec
+LOCKS = "locks"
+INTERRUPTED = "interrupted"
+"""Kind of an attempt that was stopped from outside."""
 
 
 class RunError(RuntimeError):
@@ -48,13 +43,13 @@ class Job:
 
     Attributes:
         name: Of its folders: letters, digits, ``.``, ``_`` and ``-``.
-        id: What ``--select`` looks at.
         work: Does it in a folder; gives the content of ``result.json``.
+        resumes: Whether it goes on in the folder that an interrupted attempt left.
     """
 
     name: str
-    id: str
     work: Callable[[Path], Mapping[str, Any]]
+    resumes: bool = False
 
 
 @dataclass
@@ -65,25 +60,17 @@ class Summary:
     before: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
+    queued: list[str] = field(default_factory=list)
 
     def __add__(self, other: "Summary") -> "Summary":
-        return Summary(
-            self.done + other.done,
-            self.before + other.before,
-            self.failed + other.failed,
-            self.elsewhere + other.elsewhere,
-        )
+        names = [each.name for each in fields(self)]
+        return Summary(*(getattr(self, name) + getattr(other, name) for name in names))
 
     def __str__(self) -> str:
         return (
             f"{len(self.done)} done, {len(self.before)} done before, {len(self.failed)} failed, "
-            f"{len(self.elsewhere)} under way in another process"
+            f"{len(self.elsewhere)} under way in another process, {len(self.queued)} queued"
         )
-
-
-def selected(job_id: str, patterns: Sequence[str]) -> bool:
-    """Whether an id fits one of the patterns, or there are none."""
-    return not patterns or any(fnmatchcase(job_id, pattern) for pattern in patterns)
 
 
 def run_jobs(
@@ -107,6 +94,10 @@ def run_jobs(
         EvidenceError: If frozen evidence has changed; jobs under way are finished first.
     """
     summary = Summary()
+    if parallel == 1:  # in this thread, where a signal's handler can end it
+        for job in jobs:
+            _do(root, job, check, report, summary)
+        return summary
     with ThreadPoolExecutor(parallel) as threads:
         try:
             for _ in threads.map(lambda job: _do(root, job, check, report, summary), jobs):
@@ -127,7 +118,7 @@ def _do(
     if is_done(root, job.name):
         summary.before.append(job.name)
         return
-    with claimed(root / "locks", job.name) as mine:
+    with claimed(root / LOCKS, job.name) as mine:
         if not mine:
             summary.elsewhere.append(job.name)
             return
@@ -176,62 +167,24 @@ def failures(root: Path, name: str, kind: str) -> int:
 def _attempt(root: Path, job: Job) -> str | None:
     """Tries a job; what went wrong, or None."""
     place, final = root / "work" / job.name, root / "results" / job.name
-    if place.exists():  # whoever was at it was killed
-        _note(place, "interrupted", "the process that worked on it is gone")
+    if place.exists() and not job.resumes:  # whoever was at it was killed
+        _note(place, INTERRUPTED, "the process that worked on it is gone")
         keep_failed(root, place)
-    place.mkdir(parents=True)
+    place.mkdir(parents=True, exist_ok=True)
     try:
         result = job.work(place)
         _write(place / "result.json", result)
     except (RunError, OSError, ValueError) as error:
-        _note(place, getattr(error, "kind", "failed"), str(error))
+        kind = getattr(error, "kind", "failed")
+        if kind == INTERRUPTED and job.resumes:
+            return f"{error}; the next attempt goes on from its last checkpoint"
+        _note(place, kind, str(error))
         return f"{error}; kept in {keep_failed(root, place)}"
     final.parent.mkdir(exist_ok=True)
     place.rename(final)  # appears whole
     for folder in (final, final.parent):
         _sync(folder)
     return None
-
-
-def run_fit(source: Path, config: Mapping[str, Any], folder: Path) -> None:
-    """Trains in a folder, from a frozen source and in a process of its own.
-
-    Args:
-        source: Folder that holds the package.
-        config: Of ``tinyllm fit``.
-        folder: Where to run; gets ``given.json``, ``log.txt`` and what training writes.
-
-    Raises:
-        RunError: If it ends with another exit code than 0.
-    """
-    folder.mkdir(parents=True)
-    _write(folder / "given.json", config)
-    command = "from tinyllm.cli import main; main()"
-    environment = os.environ | {
-        "PYTHONPATH": str(source.resolve()),
-        "PYTHONDONTWRITEBYTECODE": "1",  # frozen folders stay as they are
-        "PYTHONUNBUFFERED": "1",
-    }
-    with (folder / "log.txt").open("wb") as log:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", command, "fit", "--config", "given.json"],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-            check=False,
-        )
-    if done.returncode:
-        lines = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-        tail = " / ".join(line for line in lines[-_LOG_LINES:] if line.strip())
-        raise RunError(f"{folder.name} ended with exit code {done.returncode}: {tail}")
-
-
-def _die_with_parent() -> None:
-    """In the child: a killed campaign leaves nothing that still trains."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _note(place: Path, kind: str, message: str) -> None:

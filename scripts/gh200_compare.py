@@ -1,14 +1,16 @@
 """Freezes a candidate and compares it with native: the rest of a qualification.
 
     python scripts/gh200_compare.py ROOT freeze --strategy '{"backend": "gh200"}'
+    python scripts/gh200_compare.py ROOT windows --candidate ID
     python scripts/gh200_compare.py ROOT pairs --candidate ID --allocation job-1
     python scripts/gh200_compare.py ROOT numerical --candidate ID --select '*-production'
-    python scripts/gh200_compare.py ROOT convergence --candidate ID
+    python scripts/gh200_compare.py ROOT convergence --candidate ID --submit
     python scripts/gh200_compare.py ROOT collect --candidate ID
     tinyllm accept ROOT
 
-`pairs` times one repeat of each workload, so it is run in as many allocations as the protocol has
-repeats. Any step may be stopped and started again; what is done stays done.
+Here, `pairs` times one repeat of each workload, so it is run in as many allocations as the protocol
+has repeats; on Slurm all repeats are queued. Any step may be stopped and started again; what is
+done stays done.
 """
 
 import argparse
@@ -16,15 +18,15 @@ import json
 import sys
 from pathlib import Path
 
-from tinyllm.acceptance.campaign import Campaign
-from tinyllm.acceptance.evidence import EvidenceError
+from tinyllm.acceptance.collect import collect
 from tinyllm.acceptance.freezing import freeze_new_candidate
+from tinyllm.acceptance.work import add_work, do_work, refusing
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def main() -> int:
-    """Runs a step; 0 if all of it is done, 1 if something failed, 2 if it is refused."""
+    """Runs a step; 0 if all of it is done or queued, 1 if something failed, 2 if it is refused."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("root", type=Path, help="Folder of the campaign.")
     steps = parser.add_subparsers(dest="step", required=True)
@@ -38,6 +40,7 @@ def main() -> int:
     )
     freeze.add_argument("--checkout", type=Path, default=CHECKOUT, help="The candidate's source.")
     for name, text in (
+        ("windows", "Find out how many updates of each side fill a window."),
         ("pairs", "Time the next repeat of each workload, both sides in turn."),
         ("numerical", "Compare the first updates."),
         ("convergence", "Train every recipe with every seed."),
@@ -46,36 +49,27 @@ def main() -> int:
         step = steps.add_parser(name, help=text)
         step.add_argument("--candidate", required=True, metavar="ID")
         if name != "collect":
-            step.add_argument("--select", nargs="*", default=[], metavar="PATTERN", help="Of ids.")
+            add_work(step)
         if name == "pairs":
             step.add_argument(
-                "--allocation", required=True, help="Names the job, lease or boot it runs in."
+                "--allocation",
+                default="",
+                help="Names the job, lease or boot that this is; not on Slurm, where each job is "
+                "an allocation of its own.",
             )
     options = parser.parse_args()
-    try:
-        return _run(options)
-    except (EvidenceError, OSError, ValueError) as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return 2
+    return refusing(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.step == "freeze":
         print(freeze_new_candidate(options.root, options.strategy, checkout=options.checkout).id)
-        return 0
-    campaign = Campaign(options.root, options.candidate, getattr(options, "select", ()))
-    if options.step == "collect":
-        for name, rows in campaign.collect().items():
+    elif options.step == "collect":
+        for name, rows in collect(options.root, options.candidate).items():
             print(f"{name}.csv: {rows} rows")
-        return 0
-    if options.step == "pairs":
-        summary = campaign.run_pairs(options.allocation)
-    elif options.step == "numerical":
-        summary = campaign.run_numerical()
     else:
-        summary = campaign.run_convergence()
-    print(summary)
-    return 1 if summary.failed else 0
+        return do_work(options, options.step)
+    return 0
 
 
 if __name__ == "__main__":

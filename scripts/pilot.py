@@ -1,29 +1,65 @@
-"""A whole qualification of native against itself on a CPU, in about a minute and a half.
+"""A whole qualification in miniature: freeze, measure, compare, collect, report and judge.
 
-    python scripts/pilot.py --cache data/quickstart --root runs/pilot
+    python scripts/pilot.py --root runs/pilot
+    python scripts/pilot.py --root /tmp/pilot --device gpu --candidate gh200 --output results
 
-Its protocol is a toy with one repeat, and with thresholds that noise does not decide: it shows that
-every step works, and says nothing about speed.
+On a CPU: native against itself, on a protocol of two tiny workloads with thresholds that noise does
+not decide, in less than two minutes. It shows that every step works, and says nothing about speed.
+
+On a GPU: workloads and thresholds of version 1, with short warm-ups and windows, fewer numerical
+updates and no convergence, so its report is always a partial one. Runs are set up beside each other
+and timed one by one. Tables are renewed with every piece of work and the report with every step:
+what was measured before a time limit is there.
+
+Tokens are random, and drawn like words: a few are frequent. Stopped, it can be started again; what
+is done stays done. On a machine with several GPUs, start it once for each, with the same ``--root``
+and another ``CUDA_VISIBLE_DEVICES`` and ``--select``.
 """
 
 import argparse
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from tinyllm.acceptance.accept import main as accept
+import numpy as np
+
+from tinyllm.acceptance.accept import EXIT_CODES
 from tinyllm.acceptance.campaign import Campaign
+from tinyllm.acceptance.collect import collect
 from tinyllm.acceptance.configure import Settings
-from tinyllm.acceptance.evidence import EvidenceError
+from tinyllm.acceptance.evidence import QUALIFICATIONS
 from tinyllm.acceptance.freezing import freeze_native, freeze_new_candidate
+from tinyllm.acceptance.locks import claimed
 from tinyllm.acceptance.protocol import PROTOCOL_1, Protocol, Recipe, Workload
+from tinyllm.acceptance.report import write_report
+from tinyllm.acceptance.runs import LOCKS, Summary
+from tinyllm.acceptance.work import refusing
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+_DOCUMENT_TOKENS = 200
+
+GPU_WORKLOADS = (
+    "20m-sync-b4-c512-clip1",
+    "20m-sync-production",
+    "20m-packed4-b8-c512-clip1",
+    "20m-packed4-awc-production",
+    "20m-packed8-b8-c1024-clip1",
+    "20m-sync-b16-c1024-clipoff",
+    "50m-sync-b8-c1024-clip1",
+    "20m-packed8-awc-production",
+    "50m-packed4-b4-c512-clipoff",
+    "20m-accumulate-b11-m4",
+    "90m-sync-b4-c1024-clip1",
+    "20m-packed4-atc-production",
+)
+"""In the order in which a pilot takes them: no four neighbours need all memory of a large GPU."""
 
 
-def toy_protocol(*, packed: bool = True, repeats: int = 2) -> Protocol:
+def toy_protocol(workloads: int = 2, repeats: int = 1) -> Protocol:
     """Version 1's rules on one or two tiny workloads and a tiny recipe."""
     shape = {"preset": "toy", "context": 32, "clip": 1.0, "local_batch": 2}
     sync = Workload("toy-sync", "small-batch", mode="sync", scheme=None, workers=1, **shape)
@@ -41,7 +77,7 @@ def toy_protocol(*, packed: bool = True, repeats: int = 2) -> Protocol:
     return replace(
         PROTOCOL_1,
         version=0,
-        workloads=(sync, four) if packed else (sync,),
+        workloads=(sync, four)[:workloads],
         recipes=(recipe,),
         repeats=repeats,
         warmup_updates=2,
@@ -50,6 +86,21 @@ def toy_protocol(*, packed: bool = True, repeats: int = 2) -> Protocol:
         numerical_updates=2,
         small_batch_ratio=0.2,
         production_ratio=0.2,
+    )
+
+
+def gpu_protocol(workloads: int = 6, repeats: int = 3) -> Protocol:
+    """Version 1's thresholds on some of its workloads, measured for a shorter time."""
+    return replace(
+        PROTOCOL_1,
+        version=0,
+        workloads=tuple(PROTOCOL_1.workload(name) for name in GPU_WORKLOADS[:workloads]),
+        recipes=PROTOCOL_1.recipes[:1],
+        repeats=repeats,
+        warmup_updates=10,
+        windows=5,
+        window_seconds=0.2,
+        numerical_updates=2,
     )
 
 
@@ -66,35 +117,142 @@ def toy_settings(cache: Path, vocab_size: int = 1024) -> Settings:
     )
 
 
-def run(root: Path, protocol: Protocol, settings: Settings, checkout: Path = CHECKOUT) -> int:
-    """All steps; the exit code of ``tinyllm accept``."""
+def make_tokens(root: Path, vocab_size: int, tokens: int) -> Path:
+    """A token cache of random documents, in which a word's frequency falls with its id."""
+    from tinyllm.data.prepare import prepare
+
+    ids = np.random.default_rng(0).zipf(1.3, tokens) % (vocab_size - 1) + 1
+    ids[_DOCUMENT_TOKENS - 1 :: _DOCUMENT_TOKENS] = 0  # ends a document
+    cache = root / "tokens"
+    while not cache.is_dir():
+        with claimed(root / LOCKS, "tokens") as mine:  # another pilot may have the same folder
+            if mine:
+                ids.astype("<u2").tofile(root / "tokens.u16")
+                file = str(root / "tokens.u16")
+                prepare(cache, "tokens", file, vocab_size=vocab_size, boundary_id=0)
+            else:
+                time.sleep(1)
+    return cache
+
+
+def run(
+    root: Path,
+    protocol: Protocol,
+    settings: Settings,
+    *,
+    candidate: Mapping[str, Any] | None = None,
+    output: Path | None = None,
+    select: Sequence[str] = (),
+    parallel: int = 2,
+    converge: bool = True,
+    checkout: Path = CHECKOUT,
+) -> int:
+    """All steps.
+
+    Args:
+        root: The campaign's folder.
+        protocol: What is measured.
+        settings: Native's.
+        candidate: Arguments of the strategy that differ from native's; None compares native with
+            itself.
+        output: Where tables and report go; None takes the candidate's folder in the root.
+        select: Patterns of ids; none selects all.
+        parallel: How many trainings at a time.
+        converge: Whether recipes are trained, too.
+        checkout: Source of both sides.
+
+    Returns:
+        The exit code of ``tinyllm accept``.
+    """
     freeze_native(root, protocol, settings, checkout=checkout)
-    total = Campaign(root, parallel=2).run_baselines()
-    candidate = freeze_new_candidate(root, settings.native, checkout=checkout)
-    campaign = Campaign(root, candidate.id, parallel=2)
-    for repeat in range(1, protocol.repeats + 1):
-        total += campaign.run_pairs(f"pilot-{repeat}")  # each call counts as an allocation here
-    total += campaign.run_numerical() + campaign.run_convergence()
+    strategy = {**settings.native, **(candidate or {})}
+    name = freeze_new_candidate(root, strategy, checkout=checkout).id
+    place = root / QUALIFICATIONS / name if output is None else output
+    began, total = time.perf_counter(), Summary()
+
+    def report(line: str) -> None:
+        print(f"{time.perf_counter() - began:6.1f} s  {line}", flush=True)
+        collect(root, name, place)
+
+    native, other = (
+        Campaign(root, of, select=select, parallel=parallel, report=report) for of in (None, name)
+    )
+    steps = [(other, "windows", "")]
+    steps += [(other, "pairs", f"pilot-{k}") for k in range(1, protocol.repeats + 1)]
+    steps += [(other, "numerical", "")]
+    steps += [(native, "convergence", ""), (other, "convergence", "")] if converge else []
+    for campaign, kind, allocation in steps:
+        # here each repeat counts as an allocation
+        summary = campaign.run(kind, allocation)
+        if summary.failed:  # windows that were too short are longer then
+            summary += campaign.run(kind, allocation, summary.failed)
+        total += summary
+        report(f"report  after {kind}")
+        written = write_report(place, protocol, partial=True, evidence=root, candidate=name)
     print(total)
-    campaign.collect()
-    return accept([str(root)])
+    print(written.found.to_text())
+    print(f"report: {place / 'qualification.md'}")
+    return EXIT_CODES[written.found.verdict]
 
 
 def main() -> int:
     """Runs the pilot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cache", type=Path, required=True, help="Folder of a token cache.")
     parser.add_argument("--root", type=Path, required=True, help="Folder of the campaign.")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument(
+        "--candidate",
+        default="native",
+        metavar="BACKEND",
+        help="What is compared with native (default: native itself).",
+    )
+    parser.add_argument(
+        "--workloads", type=int, metavar="N", help="How many, of 2 (default: 2) or 12 (6)."
+    )
+    parser.add_argument(
+        "--repeats", type=int, metavar="N", help="How many (default: 1 on a CPU, 3 on a GPU)."
+    )
+    parser.add_argument("--select", nargs="*", default=[], metavar="PATTERN", help="Of ids.")
+    parser.add_argument(
+        "--parallel",
+        type=int,
+        metavar="N",
+        help="How many trainings at a time (default: 2 on a CPU, 8 on a GPU).",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="Where tables and report go (default: qualifications/ID in the root).",
+    )
     options = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    began = time.perf_counter()
-    try:
-        code = run(options.root, toy_protocol(repeats=1), toy_settings(options.cache))
-    except (EvidenceError, OSError, ValueError) as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return 2
-    print(f"{time.perf_counter() - began:.0f} s")
-    return code
+    return refusing(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    given = {
+        name: value
+        for name in ("workloads", "repeats")
+        if (value := getattr(options, name)) is not None
+    }
+    options.root.mkdir(parents=True, exist_ok=True)
+    if options.device == "cpu":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        protocol = toy_protocol(**given)
+        settings = toy_settings(make_tokens(options.root, 1024, 200_000))
+    else:
+        protocol = gpu_protocol(**given)
+        settings = Settings(cache=str(make_tokens(options.root, 32_000, 20_000_000)))
+    return run(
+        options.root,
+        protocol,
+        settings,
+        candidate={"backend": options.candidate},
+        output=options.output,
+        select=options.select,
+        parallel=options.parallel or (2 if options.device == "cpu" else 8),
+        converge=options.device == "cpu",
+    )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ LAYERS = {
     ),
     "tinyllm.kernels": Layer(eager=frozenset({"torch", "triton"})),
     "tinyllm.acceptance": Layer(
-        eager=frozenset({"numpy", "pandas"}), lazy=frozenset({"matplotlib", "safetensors"})
+        eager=frozenset({"numpy", "pandas"}),
+        lazy=frozenset({"matplotlib", "safetensors", "submitit"}),
     ),
 }
 

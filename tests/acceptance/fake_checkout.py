@@ -1,7 +1,16 @@
 """A checkout whose ``tinyllm fit`` only pretends: at once, and with the same numbers each time."""
 
 import json
+import runpy
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from tinyllm.acceptance.configure import Settings
+from tinyllm.acceptance.freezing import freeze_native, freeze_new_candidate
+
+PILOT: Any = runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "pilot.py"))
+TOY = PILOT["toy_protocol"](repeats=2)
 
 CLI = '''
 """Writes what training would."""
@@ -24,7 +33,9 @@ def main():
         time.sleep(60)
     if backend == "broken":
         sys.exit("it is broken")
-    rate = SECONDS_PER_UPDATE[backend]
+    if backend == "stopped" and "--ckpt_path" not in sys.argv:
+        sys.exit(143)
+    rate = SECONDS_PER_UPDATE.get(backend, 0.01)
     for callback in config["trainer"]["callbacks"]:
         globals()[callback["class_path"].rpartition(".")[2]](rate, config, **callback["init_args"])
 
@@ -39,17 +50,26 @@ def MemoryMonitor(rate, config):
 
 
 def ThroughputWindows(rate, config, warmup_updates, windows, window_seconds, updates_per_window,
-                      stop):
+                      stop, hold):
+    if hold:
+        Path("ready").touch()
+        while not Path("go").exists():
+            time.sleep(0.001)
+    started = time.monotonic()
+    time.sleep(0.02 * hold)
+    if updates_per_window and config["trainer"]["strategy"]["init_args"]["backend"] == "drifting":
+        rate = 0.006
     updates = updates_per_window or math.ceil(window_seconds / rate)
     timing = {
         "complete": True, "startup_seconds": 1.0, "training_seconds": 2.0, "elapsed_seconds": 3.0,
         "warmup_updates": warmup_updates, "updates_per_window": updates,
     }
-    Path("timing.json").write_text(json.dumps(timing))
     lines = [f"{updates},1,{updates * rate},1"] * windows
     Path("throughput.csv").write_text(
         "\\n".join(["updates,tokens,seconds,tokens_per_second", *lines]) + "\\n"
     )
+    Path("timed.json").write_text(json.dumps([started, time.monotonic()]))
+    Path("timing.json").write_text(json.dumps(timing))
 
 
 def UpdateTrace(rate, config, updates):
@@ -61,8 +81,12 @@ def UpdateTrace(rate, config, updates):
     kinds = ("gradients", "parameters", "updates", "exp_avg", "exp_avg_sq")
     tensors = {f"{kind}/weight": np.ones((workers, 3), np.float32) for kind in kinds}
     entries = []
+    ones = {"parameters/weight": np.ones((1, 3), np.float32)}
+    save_file(ones, "trace/initial.safetensors")
     for update in range(updates):
         save_file(tensors, f"trace/update-{update:05d}.safetensors")
+        rows = {"rows": np.full((4, 5), update)}
+        save_file(rows, f"trace/rows-{update:05d}.safetensors")
         entries.append({"update": update, "loss": [3.0] * workers, "learning_rate": 0.1,
                         "rows_sha256": f"rows {update}"})
     Path("trace/trace.json").write_text(json.dumps({"format": 1, "updates": entries}))
@@ -85,3 +109,20 @@ def make_cache(folder: Path) -> Path:
     content = {"identity": "cache-1", "splits": {"validation": {"tokens": 101}}}
     (folder / "manifest.json").write_text(json.dumps(content))
     return folder
+
+
+def toy_settings(cache: Path) -> Settings:
+    """The pilot's, for the pretended trainer."""
+    settings: Settings = replace(PILOT["toy_settings"](cache), native={"backend": "native"})
+    return settings
+
+
+def freeze(root: Path, checkout: Path, cache: Path) -> None:
+    """Freezes native on the toy protocol."""
+    freeze_native(root, TOY, toy_settings(cache), checkout=checkout)
+
+
+def candidate_of(root: Path, backend: str = "native") -> str:
+    """Freezes a candidate from ``checkout`` beside the campaign; gives its id."""
+    checkout = root.parent / "checkout"
+    return freeze_new_candidate(root, {"backend": backend}, checkout=checkout).id

@@ -138,7 +138,7 @@ def test_tinyllm_fit_accepts_it(
     part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = CONFIGS[part]
-    timed = throughput_config(config, PROTOCOL_1, updates_per_window=7, window_seconds=1.0)
+    timed = throughput_config(config, PROTOCOL_1, updates_per_window=7, hold=True)
     for complete in (timed, numerical_config(config, PROTOCOL_1), convergence_config(config, 46)):
         path = tmp_path / "given.json"
         path.write_text(json.dumps(complete))

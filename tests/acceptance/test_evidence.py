@@ -14,9 +14,9 @@ import pytest
 from campaign_tables import SMALL
 
 from tinyllm.acceptance import PROTOCOL_1
+from tinyllm.acceptance.environment import environment
 from tinyllm.acceptance.evidence import (
     EvidenceError,
-    environment,
     freeze_candidate,
     freeze_manifest,
     hash_tree,

@@ -283,6 +283,7 @@ def test_provenance_names_what_was_frozen(root: Path) -> None:
     assert origin["failed_attempts"] == ["pair-1"]
     page = (root / "qualification.md").read_text()
     assert f"| candidate | `{origin['candidate']['identity']}` |" in page
+    assert f'Candidate `{candidate}` (`backend: "native"`) against native.' in page
     assert "| environment of 2 receipts | no GPU, Python 3.12 |" in page
 
 

@@ -1,0 +1,88 @@
+"""From a campaign's results to the tables that ``tinyllm accept`` reads, for each candidate."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from tinyllm.acceptance.convergence import CONVERGENCE_COLUMNS
+from tinyllm.acceptance.evidence import (
+    QUALIFICATIONS,
+    EvidenceError,
+    verify_candidate,
+    verify_manifest,
+)
+from tinyllm.acceptance.measure import NATIVE, job_name
+from tinyllm.acceptance.numerical import NUMERICAL_COLUMNS
+from tinyllm.acceptance.performance import COSTS, performance_columns
+from tinyllm.acceptance.retained import require_retained
+from tinyllm.acceptance.runs import read_result
+
+_CURVE_COLUMNS = ["recipe", "seed", "side", "update", "train_tokens", "loss", "protocol"]
+
+
+def collect(root: Path, candidate: str, folder: Path | None = None) -> dict[str, int]:
+    """Writes a candidate's tables and its protocol; gives the tables' numbers of rows.
+
+    What is not measured yet is not in them, which ``tinyllm accept`` calls incomplete.
+
+    Args:
+        root: The campaign's folder.
+        candidate: Id of a frozen candidate.
+        folder: Where they go; None takes ``qualifications/ID`` in the root.
+
+    Raises:
+        EvidenceError: If anything frozen has changed, or a result was made under another manifest
+            or candidate.
+    """
+    manifest, frozen = verify_manifest(root), verify_candidate(root, candidate)
+    protocol = manifest.protocol
+    identities = {NATIVE: "", candidate: frozen.identity}
+
+    def rows(kind: str, parts: Sequence[str], *owners: str, key: str = "rows") -> list[Any]:
+        found: list[dict[str, Any]] = []
+        for part in parts:
+            for owner in owners:
+                name = job_name(owner, kind, part)
+                result = read_result(root, name)
+                if result is None:
+                    continue
+                made = (result.get("manifest"), result.get("candidate"))
+                if made != (manifest.identity, identities[owner]):
+                    raise EvidenceError(f"{name} was measured under another manifest or candidate")
+                for inputs in result.get("inputs", {}).values():
+                    require_retained(root, [inputs["initial"], *inputs["rows"]])
+                found += result[key]
+        return found
+
+    def runs(key: str) -> list[Any]:
+        parts = [run.id for run in protocol.convergence_runs()]
+        both = rows("convergence", parts, NATIVE, candidate, key=key)
+        return both + rows("controls", parts, NATIVE, key=key)
+
+    workloads, pairs = [w.id for w in protocol.workloads], [p.id for p in protocol.pairs()]
+    tables = {
+        "performance": ([*performance_columns(protocol), *COSTS], rows("pairs", pairs, candidate)),
+        "numerical": (NUMERICAL_COLUMNS, rows("numerical", workloads, candidate)),
+        "convergence": (list(CONVERGENCE_COLUMNS), runs("rows")),
+        "validation-curves": (_CURVE_COLUMNS, runs("curve")),
+    }
+    place = root / QUALIFICATIONS / candidate if folder is None else folder
+    place.mkdir(parents=True, exist_ok=True)
+    _replace(place / "protocol.json", protocol.to_json())
+    for name, (columns, found) in tables.items():
+        _replace(place / f"{name}.csv", pd.DataFrame(found, columns=columns).to_csv(index=False))
+    return {name: len(found) for name, (_, found) in tables.items()}
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file that a reader finds whole, the old one or the new one."""
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
+    ) as file:
+        file.write(text)
+    partial = Path(file.name)
+    partial.chmod(0o644)
+    partial.replace(path)
