@@ -40,10 +40,8 @@ quickstart: install  ## prepare a small corpus, train a model on it, print a sam
 	$(BIN)/tinyllm generate --checkpoint runs/quickstart/checkpoints/last.ckpt --prompt "def " --seed 0
 
 pilot: install  ## a whole qualification of native against itself, on a CPU and a toy protocol
-	$(BIN)/tinyllm prepare --config configs/quickstart-data.yaml
 	rm -rf runs/pilot
-	$(BIN)/python scripts/pilot.py --cache data/quickstart --root runs/pilot
-	$(BIN)/python scripts/gh200_report.py runs/pilot
+	$(BIN)/python scripts/pilot.py --root runs/pilot
 
 test: install  ## run the tests that need no GPU (ARGS="..." goes to pytest)
 	$(BIN)/pytest -n $(WORKERS) --maxprocesses 8 $(ARGS)
@@ -61,7 +59,7 @@ format: install  ## fix what ruff can fix, and format
 lock:  ## renew requirements.lock from the ranges in setup.cfg
 	rm -rf $(LOCK_VENV)
 	$(PYTHON) -m venv $(LOCK_VENV)
-	$(LOCK_VENV)/bin/pip install --quiet --editable '.[data,report,test,lint]' setuptools packaging $(HELD)
+	$(LOCK_VENV)/bin/pip install --quiet --editable '.[data,report,slurm,test,lint]' setuptools packaging $(HELD)
 	$(LOCK_VENV)/bin/python .ci/lock.py > requirements.lock.new
 	mv requirements.lock.new requirements.lock
 	rm -rf $(LOCK_VENV)

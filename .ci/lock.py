@@ -20,6 +20,7 @@ HEADER = """\
 EXTRAS = {  # the extras that the quickstart, the tests and the linters need
     "data": "reading and tokenizing text (extra: data)",
     "report": "figures and evidence files (extra: report)",
+    "slurm": "jobs on Slurm (extra: slurm)",
     "test": "tests (extra: test)",
     "lint": "linters and type stubs (extra: lint)",
 }

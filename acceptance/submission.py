@@ -113,10 +113,11 @@ def submit(
         units = [Unit(root, campaign.candidate, kind, name, allocation) for name in todo]
         if not own_allocations:
             return Summary(before=before) + _run_locally(campaign, executor, units)
-        with executor.batch():
-            jobs = [executor.submit(unit) for unit in units]
-        ids = {name: job.job_id for name, job in zip(todo, jobs, strict=True)}
-        campaign.write_receipt(kind=kind, cluster=executor.cluster, queued=ids)
+        if units:
+            with executor.batch():
+                jobs = [executor.submit(unit) for unit in units]
+            ids = {name: job.job_id for name, job in zip(todo, jobs, strict=True)}
+            campaign.write_receipt(kind=kind, cluster=executor.cluster, queued=ids)
         elsewhere = [name for name in names if name in waiting and name not in before]
         return Summary(before=before, elsewhere=elsewhere, queued=todo)
 
