@@ -21,6 +21,7 @@ A side's score is the median over its windows of the targets trained per second.
 """
 
 import re
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -45,6 +46,8 @@ COSTS = (
 
 SETUP_COSTS = ("startup_seconds", "elapsed_seconds")
 """Those that say nothing of a run which was set up beside others."""
+
+_SCORES = {"small-batch": "small batches: the median ratio", "production": "production: the ratio"}
 
 
 def window_columns(protocol: Protocol) -> list[str]:
@@ -77,8 +80,9 @@ def performance_gate(rows: pd.DataFrame | None, protocol: Protocol = PROTOCOL_1)
     findings = Findings()
     checks = _checked(rows, protocol, findings)
     ratios = _ratios(checks, protocol)
-    small_batch = _small_batch(ratios, protocol, findings)
-    production = _production(ratios, protocol, findings)
+    judged = partial(_judged, ratios, protocol, findings)
+    small_batch = judged("small-batch", "category", protocol.small_batch_ratio)
+    production = judged("production", "workload", protocol.production_ratio)
     if small_batch.empty and production.empty:
         findings.add(Verdict.INCOMPLETE, "the protocol has no workload that is gated by speed")
     tables = {"small_batch": small_batch, "production": production, "ratios": ratios}
@@ -217,55 +221,27 @@ def _ratios(checks: RowChecks, protocol: Protocol) -> pd.DataFrame:
     return pd.DataFrame(records)
 
 
-def _small_batch(ratios: pd.DataFrame, protocol: Protocol, findings: Findings) -> pd.DataFrame:
-    """Median ratio per category and repeat, with each category's verdict."""
-    ratios = ratios[ratios["kind"] == "small-batch"]
+def _judged(
+    ratios: pd.DataFrame, protocol: Protocol, findings: Findings, kind: str, by: str, least: float
+) -> pd.DataFrame:
+    """Median ratio of each group of a kind's workloads in each repeat, with the group's verdict."""
     records = []
-    for category in dict.fromkeys(ratios["category"]):
-        mine = ratios[ratios["category"] == category]
+    for name, mine in ratios[ratios["kind"] == kind].groupby(by, sort=False):
         cells, verdicts = {}, []
         for repeat, group in mine.groupby("repeat"):
             median = float(group["ratio"].median())  # over what is there
             cells[f"repeat_{repeat}"] = median
             if group["ratio"].isna().any():
                 verdicts.append(Verdict.INCOMPLETE)
-            elif at_least(median, protocol.small_batch_ratio, protocol):
+            elif at_least(median, least, protocol):
                 verdicts.append(Verdict.PASS)
             else:
                 verdicts.append(Verdict.NOT_QUALIFIED)
-                findings.add(
-                    Verdict.NOT_QUALIFIED,
-                    f"small batches: the median ratio is below {protocol.small_batch_ratio:g}",
-                    [f"{category} repeat {repeat} ({median:.6g})"],
-                )
+                place = f"{name} repeat {repeat} ({median:.6g})"
+                problem = f"{_SCORES[kind]} is below {least:g}"
+                findings.add(Verdict.NOT_QUALIFIED, problem, [place])
         measured = int(mine["ratio"].notna().sum())
-        records.append(
-            {"category": category, **cells, "measured": measured, "gate": worst(verdicts).value}
-        )
-    return pd.DataFrame(records)
-
-
-def _production(ratios: pd.DataFrame, protocol: Protocol, findings: Findings) -> pd.DataFrame:
-    """Ratio per production workload and repeat, with each workload's verdict."""
-    ratios = ratios[ratios["kind"] == "production"]
-    records = []
-    for workload in dict.fromkeys(ratios["workload"]):
-        mine = ratios[ratios["workload"] == workload]
-        cells, verdicts = {}, []
-        for repeat, ratio in zip(mine["repeat"], mine["ratio"], strict=True):
-            cells[f"repeat_{repeat}"] = ratio
-            if np.isnan(ratio):
-                verdicts.append(Verdict.INCOMPLETE)
-            elif at_least(ratio, protocol.production_ratio, protocol):
-                verdicts.append(Verdict.PASS)
-            else:
-                verdicts.append(Verdict.NOT_QUALIFIED)
-                findings.add(
-                    Verdict.NOT_QUALIFIED,
-                    f"production: the ratio is below {protocol.production_ratio:g}",
-                    [f"{workload} repeat {repeat} ({ratio:.6g})"],
-                )
-        records.append({"workload": workload, **cells, "gate": worst(verdicts).value})
+        records.append({by: name, **cells, "measured": measured, "gate": worst(verdicts).value})
     return pd.DataFrame(records)
 
 
