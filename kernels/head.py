@@ -7,10 +7,13 @@ exponentials in range::
     dz_v = e_v / S − [v = t]
 
 The forward GEMM's epilogue stores e in the compute dtype and sums each row of a tile.
-:data:`finish` then completes S and the loss, and replaces e_t by ``e_t − S``; so ``dz = e / S``
-with one factor per row, which the two backward GEMMs leave to their neighbours::
+:data:`finish` then completes S and the loss, and replaces e_t by ``−R``, where R is ``S − e_t`` in
+the compute dtype; so ``dz = e / (R + e_t)`` with one factor per row, which the two backward GEMMs
+leave to their neighbours::
 
-    dh = (e · E) / S          dE = eᵀ · (h / S)
+    dh = (e · E) / (R + e_t)          dE = eᵀ · (h / (R + e_t))
+
+Dividing by S itself would leave R's rounding in the largest entry of dz; so it lies in the others.
 
 bf16 has the exponents of fp32, so one constant offset serves rows whose largest logit is within
 about ±80. A row outside that is recomputed with its own largest logit as the offset. Ids at or
@@ -29,7 +32,7 @@ IGNORED = -100
 """A target that is not scored."""
 
 OFFSET = 5.0
-"""Keeps sums of up to 2^31 exponentials of logits up to 70, and single ones down to −80, normal."""
+"""Keeps sums of up to 2^31 exponentials of logits up to 70, single ones down to -80, normal."""
 
 SMALLEST_SUM, LARGEST_SUM = 1e-35, 1e35
 """Outside, a row is recomputed with an offset of its own."""
@@ -178,8 +181,8 @@ def _finish_reference(
         rows: ``[W, B, T+1]`` int64; the targets are ``rows[:, :, 1:]``.
         exps: ``[W, M, Vp]``, changed at each row's target.
         sums: ``[W, tiles, M]`` of :data:`exponentials`.
-        inverse: ``[W, M]`` fp32, written: 1/S, and 0 for a row without a target.
-        scaled: ``[W, M, C]``, written: ``h / S`` in h's dtype.
+        inverse: ``[W, M]`` fp32, written: 1/(R + e_t), and 0 for a row without a target.
+        scaled: ``[W, M, C]``, written: h times that, in h's dtype.
         tally: ``[W, ceil(M / FINISHED_ROWS), 2]`` fp32, written: summed losses, and how many.
     """
     vocab = embedding.shape[1]
@@ -197,10 +200,11 @@ def _finish_reference(
     target_logit = logits.gather(2, place[:, :, None]).squeeze(2)
     loss = total.log() + offset - target_logit
     loss = torch.where(known, loss, torch.where(scored, torch.nan, 0.0))
-    at_target = (torch.exp(target_logit - offset) - total).to(exps.dtype)
-    at_place = torch.where(known, at_target, exps.gather(2, place[:, :, None]).squeeze(2))
+    at_target = torch.exp(target_logit - offset)
+    rest = (total - at_target).to(exps.dtype)
+    at_place = torch.where(known, -rest, exps.gather(2, place[:, :, None]).squeeze(2))
     exps.scatter_(2, place[:, :, None], at_place[:, :, None])
-    inverse.copy_(torch.where(scored, 1 / total, 0.0))
+    inverse.copy_(torch.where(scored, 1 / (rest + at_target), 0.0))
     scaled.copy_(h * inverse[:, :, None])
     for column, values in enumerate((loss, scored.to(loss.dtype))):
         for entry, part in enumerate(values.split(FINISHED_ROWS, dim=1)):
@@ -247,7 +251,7 @@ def _finish_kernel(
     target = tl.where(known, target, 0)
 
     part = tl.arange(0, TILES)
-    parts = sums + worker * num_tiles * M + part[:, None] * M.to(tl.int64) + m[None, :]
+    parts = sums + worker * num_tiles * M + part[:, None].to(tl.int64) * M + m[None, :]
     total = tl.sum(tl.load(parts, (part < num_tiles)[:, None] & inside[None, :], 0.0), 0)
     far = ~((total >= SMALLEST) & (total <= LARGEST)) & inside
     offset = tl.full((ROWS,), OFFSET, tl.float32)
@@ -289,11 +293,12 @@ def _finish_kernel(
         target_logit += tl.sum(a * b, 1)
     loss = tl.log(total) + offset - target_logit
     loss = tl.where(known, loss, tl.where(scored, float("nan"), 0.0))
-    at_target = tl.exp2((target_logit - offset) * LOG2_E) - total
+    at_target = tl.exp2((target_logit - offset) * LOG2_E)
+    rest = (total - at_target).to(exps.dtype.element_ty)
     place = exps + m.to(tl.int64) * VP + target
-    tl.store(place, at_target.to(exps.dtype.element_ty), inside & known)
+    tl.store(place, -rest, inside & known)
 
-    factor = tl.where(scored, 1.0 / total, 0.0)
+    factor = tl.where(scored, 1.0 / (rest.to(tl.float32) + at_target), 0.0)
     tl.store(inverse + worker * M + m, factor, inside)
     for c in range(0, C, 64):
         a = tl.load(h + at_row + c + k[None, :], inside[:, None], 0.0).to(tl.float32)

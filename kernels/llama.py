@@ -160,7 +160,7 @@ class LlamaStep:
         """``[W·B, H, T, K]`` as ``[W, B·T, C]``."""
         return attended.out.transpose(1, 2).reshape(self._workers, self._tokens, -1)
 
-    # --- head ---------------------------------------------------------------------------------------
+    # --- head -----------------------------------------------------------------------------------
 
     def _head(self, x: _Normed, dscales: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """The loss, and the gradient of the residual stream before the last norm."""

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 SLOTS = 64
 """How many updates the host may be ahead of the device before it waits."""

@@ -267,8 +267,11 @@ def test_kernels_without_any_target() -> None:
 def assert_as_good_as_pytorch(given: list[Any]) -> None:
     """Errors against float64, in the 2-norm, are at most plain PyTorch's in bf16.
 
-    The tolerance is for sums in fp32: ε·√n of their size, for n = M and V at most.
+    The tolerance is for sums in fp32: ε·√n of their size, for n = M and V at most. Beside it, the
+    factor of each row is rounded once in h where plain PyTorch may have none: 2^-9/√3 of the
+    embedding's gradient; and R's rounding shows in dh, a small part of the same.
     """
+    rounding = {"nll": 0.0, "dh": 2**-13, "dembedding": 2**-9 / 3**0.5}
     h, embedding, rows = given[:3]
     truth = plain_head(h.double(), embedding.double(), rows)
     plain = plain_head(h, embedding, rows)
@@ -283,7 +286,7 @@ def assert_as_good_as_pytorch(given: list[Any]) -> None:
         size = truth[name].norm().item()
         error = (value.double() - truth[name]).norm().item()
         plain_error = (plain[name].double() - truth[name]).norm().item()
-        slack = 4 * FLOAT32_EPS * max(exps.shape[1:]) ** 0.5 * size
+        slack = (4 * FLOAT32_EPS * max(exps.shape[1:]) ** 0.5 + rounding[name]) * size
         assert error <= plain_error + slack, f"{name}: {error / size} of {plain_error / size}"
     assert given[9].tolist() == (rows[:, :, 1:] != IGNORED).flatten(1).sum(1).tolist()
     assert not exps[:, :, embedding.shape[1] :].any()
