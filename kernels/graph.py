@@ -51,6 +51,8 @@ class CapturedCall:
     def _capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
+        # cuBLAS shall work in the pool's memory, and later not in what is the graph's
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         try:
             with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
@@ -71,6 +73,8 @@ class CapturedCall:
                     "backend to native to train without graphs"
                 ) from error
             raise
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
         return graph
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:

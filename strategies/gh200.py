@@ -270,6 +270,8 @@ class Gh200Engine:
         for call in self._calls.values():
             call.release()
         self._calls.clear()
+        if self._pool is not None:
+            torch._C._cuda_clearCublasWorkspaces()  # of streams that nobody uses any more
 
 
 def _tensors(arena: Arena, matrices: Tensor, llama: Llama) -> LlamaTensors:

@@ -49,7 +49,6 @@ class Run:
         dtype: Of the arena.
         device: Where all of it lies.
         low: Compute dtype of the native engine, where it is not the arena's.
-        llama: Its weights are taken over; workers start apart from each other all the same.
     """
 
     def __init__(
@@ -88,6 +87,13 @@ class Run:
                 ranks=ranks,
             )
         self.gossip = Gossip(workers, 0, self.arena.weights)
+
+    def supply(self, gradients: Tensor, targets: int) -> None:
+        """Mean gradients ``[W, D]`` and a loss, as if batches had been accumulated."""
+        self.arena.gradients.copy_(gradients * targets)
+        self.engine.nll.fill_(targets * 1.5)
+        self.engine.targets.fill_(targets)
+        self.engine.pending = True
 
     def update(
         self,
@@ -138,4 +144,6 @@ def assert_same(mine: Update, other: Update, tolerance: float) -> None:
     for name in names:
         found, expected = getattr(mine, name), getattr(other, name)
         atol = tolerance * expected.abs().max().item()
-        torch.testing.assert_close(found, expected, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found, expected, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -2,37 +2,22 @@
 
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from engines import BETAS, EPS, Backend, Run, assert_same
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import run_on_ranks
 from simulation import (
     CONFIG,
     UPDATES,
-    Batches,
     batches,
-    fit,
     gammas,
-    largest_difference,
     learning_rates,
-    new_trainer,
-    tiny,
-    worker_weights,
 )
 from torch import Tensor
 
 from tinyllm.errors import NonFiniteError
-from tinyllm.strategies import DecentralizedStrategy, SyncStrategy
-from tinyllm.strategies.base import ArenaStrategy
-from tinyllm.strategies.consensus import AdaptiveConsensus
 from tinyllm.strategies.engine import GroupHyperparameters
-from tinyllm.strategies.gh200 import Gh200Engine
 from tinyllm.strategies.topology import make_topology
 
 # Float64 rounding of other orders of summation, grown over 12 updates: differences seen are below
@@ -57,7 +42,7 @@ def both(workers: int, micro_batch_size: int | None = None) -> tuple[Run, Run]:
     return gh200, native
 
 
-# --- whole updates ----------------------------------------------------------------------------------
+# --- whole updates --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -105,9 +90,7 @@ def test_accumulated_and_ragged_micro_batches(workers: int, visible: bool) -> No
             given = [batch[:, :6] for batch in given]
         if t == 9:
             given = [torch.full_like(given[0], -100)]
-        found, expected = (
-            run.recorded(given, rate, 0.5, visible=visible) for run in (mine, other)
-        )
+        found, expected = (run.recorded(given, rate, 0.5, visible=visible) for run in (mine, other))
         assert_same(found, expected, TOLERANCE)
 
 
@@ -167,7 +150,7 @@ def test_weights_that_somebody_sets_are_used() -> None:
     assert_same(found, expected, TOLERANCE)
 
 
-# --- counters ---------------------------------------------------------------------------------------
+# --- counters -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["gh200", "native"])
@@ -195,7 +178,7 @@ def test_bias_corrections_go_by_the_updates_applied() -> None:
         assert_same(found, expected, TOLERANCE)
 
 
-# --- a loss or gradient that is not finite ----------------------------------------------------------
+# --- a loss or gradient that is not finite --------------------------------------------------------
 
 
 def state(run: Run) -> list[Tensor]:
