@@ -147,3 +147,19 @@ def assert_same(mine: Update, other: Update, tolerance: float) -> None:
         torch.testing.assert_close(
             found, expected, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def choose_on_cpu(backend: str, *_: Any) -> tuple[Backend, str]:
+    """Stands for ``choose_backend``, which takes gh200 only on GPUs that its kernels run on."""
+    return ("native", "asked for") if backend == "native" else ("gh200", "tested on a CPU")
+
+
+def train_gh200(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """``rank_jobs.train`` on the gh200 engine, in a process of its own."""
+    import rank_jobs
+
+    from tinyllm.strategies import base
+
+    base.choose_backend = choose_on_cpu  # type: ignore[assignment]
+    base.NativeEngine = None  # type: ignore[assignment,misc]
+    return rank_jobs.train(*args, **kwargs)
