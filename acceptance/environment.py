@@ -2,6 +2,7 @@
 
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -9,6 +10,7 @@ _PACKAGES = ("torch", "triton", "lightning", "numpy", "pandas", "safetensors", "
 _GPU_FIELDS = ("name", "uuid", "driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
 
 
+@cache
 def environment() -> dict[str, Any]:
     """Versions, and each GPU with its driver and clocks; no names of hosts or users."""
     packages = {}

@@ -27,12 +27,15 @@ _BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0} 
 _WIDTH_INCHES, _ROW_INCHES = 13.0, 0.42
 
 
-def qualification_figure(found: Qualification, missing: Mapping[str, Sequence[str]]) -> "Figure":
+def qualification_figure(
+    found: Qualification, missing: Mapping[str, Sequence[str]], candidate: str = "Candidate"
+) -> "Figure":
     """Draws a qualification.
 
     Args:
         found: What the gates said.
         missing: Of a partial report, what was not measured, by gate; empty for a complete one.
+        candidate: Which one it is, for the title.
 
     Raises:
         ModuleNotFoundError: If matplotlib is missing.
@@ -70,7 +73,8 @@ def qualification_figure(found: Qualification, missing: Mapping[str, Sequence[st
     _convergence(panels[-1], tables["convergence"], tables["pairs"], protocol)
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
-    title = f"Verdict: {words(found.verdict)} (protocol {protocol.version}, {protocol.hash[:12]})"
+    title = f"{candidate}: {words(found.verdict)}"
+    title += f" (protocol {protocol.version}, {protocol.hash[:12]})"
     if missing:
         planned = {
             "performance": f"{len(tables['ratios'])} pairs",
@@ -291,7 +295,7 @@ def _convergence(
                 text = f"{len(single)} of {len(mine)} seeds"
                 _beside(panel, max(single), row, text, _NEUTRAL)
             else:
-                _not_measured(panel, row)
+                _not_measured(panel, row, 0.3)  # away from both lines
             continue
         passed = recipe["gate"] == Verdict.PASS.value
         colour = _PASS if passed else _FAIL

@@ -67,6 +67,7 @@ class Fit:
     ) -> None:
         if self._process.poll() is None:
             self._process.terminate()  # which saves a checkpoint
+            self._process.send_signal(signal.SIGCONT)
             try:
                 self._process.wait(_SAVING_SECONDS)
             except subprocess.TimeoutExpired:
@@ -85,9 +86,13 @@ class Fit:
             raise RunError(f"{self.folder.name} ended before its first update")
 
     def go(self) -> None:
-        """Lets it go on, and waits until its windows are over; what is left is tidying up."""
+        """Lets it go on, and waits until its windows are over; then it stands still.
+
+        What is left is tidying up, which would disturb others that are timed.
+        """
         (self.folder / "go").touch()
         self._wait_until((self.folder / "timing.json").exists)
+        self._process.send_signal(signal.SIGSTOP)
 
     def wait(self) -> None:
         """Waits for its end.
@@ -95,6 +100,7 @@ class Fit:
         Raises:
             RunError: If its exit code is not 0; of the kind ``interrupted`` after a signal.
         """
+        self._process.send_signal(signal.SIGCONT)  # where it stands still
         code = self._process.wait()
         if code:
             stopped = code < 0 or code == _STOPPED_BY_SIGTERM

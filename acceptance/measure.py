@@ -108,8 +108,8 @@ class Bench:
             with self.turns.timing():
                 for run in runs:
                     run.go()
-            for run in runs:
-                run.wait()
+                for run in runs:
+                    run.wait()
 
 
 def windows(bench: Bench, side: str, workload: Workload, folder: Path) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def numerical(bench: Bench, workload: Workload, folder: Path) -> dict[str, Any]:
     """Compares a workload's first updates: native with itself, and with the candidate."""
     protocol = bench.protocol
     config = numerical_config(bench.manifest.configs[workload.id], protocol)
-    runs = {"reference": NATIVE, "control": NATIVE, CANDIDATE: CANDIDATE}
+    runs = {CANDIDATE: CANDIDATE, "reference": NATIVE, "control": NATIVE}  # news comes first
     for name, side in runs.items():
         bench.train(side, config, folder / name)
     rows: list[dict[str, Any]] = []

@@ -10,7 +10,7 @@ import pandas as pd
 from tinyllm.acceptance.accept import Qualification
 from tinyllm.acceptance.figure import words
 from tinyllm.acceptance.numerical import COMPARISONS
-from tinyllm.acceptance.protocol import Protocol
+from tinyllm.acceptance.protocol import SIDES, Protocol
 
 
 def qualification_page(
@@ -108,7 +108,19 @@ def _speed(tables: Mapping[str, pd.DataFrame], protocol: Protocol) -> list[str]:
         parts.append(_table(["accumulation, not gated", *header], rows))
     if "costs" in tables:
         parts.append(_costs(tables["costs"]))
-    return parts
+    return [*parts, _workloads(ratios, header)]
+
+
+def _workloads(ratios: pd.DataFrame, header: Sequence[str]) -> str:
+    """Every workload by itself, folded: there may be a hundred of them."""
+    rows = []
+    for name, group in ratios.groupby("workload", sort=False):
+        rates = [group[f"{side}_tokens_per_second"].median() / 1e6 for side in SIDES]
+        cells = [_number(rate, "{:.3f}") for rate in rates]
+        rows.append([str(name), *cells, *(_number(ratio, "{:.3f}") for ratio in group["ratio"])])
+    units = [f"{side}, M targets/s" for side in SIDES]
+    table = _table(["workload", *units, *header], rows)
+    return f"<details><summary>Every workload</summary>\n\n{table}\n\n</details>"
 
 
 def _costs(costs: pd.DataFrame) -> str:

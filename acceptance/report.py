@@ -121,7 +121,12 @@ def write_report(
     _require_replaceable(root, inputs, unfinished)
     judged = found.to_dict() | {"partial": unfinished, "missing": missing, "inputs": inputs}
     origin = provenance(Path(evidence or root), protocol, candidate) | {"inputs": inputs}
-    figure = qualification_figure(found, missing if unfinished else {})
+    measured = origin["candidate"]
+    figure = qualification_figure(
+        found,
+        missing if unfinished else {},
+        "Candidate" if measured is None else f"Candidate {measured['id']}",
+    )
     page = qualification_page(found, missing, origin, partial=unfinished)
     contents = {
         "provenance.json": _sealed_json(origin),

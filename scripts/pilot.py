@@ -84,8 +84,8 @@ def toy_protocol(workloads: int = 2, repeats: int = 1) -> Protocol:
         windows=3,
         window_seconds=0.05,
         numerical_updates=2,
-        small_batch_ratio=0.2,
-        production_ratio=0.2,
+        small_batch_ratio=0.05,
+        production_ratio=0.05,
     )
 
 
@@ -187,8 +187,9 @@ def run(
         if summary.failed:  # windows that were too short are longer then
             summary += campaign.run(kind, allocation, summary.failed)
         total += summary
-        report(f"report  after {kind}")
-        written = write_report(place, protocol, partial=True, evidence=root, candidate=name)
+        if kind != "windows":
+            report(f"report  after {kind} {allocation}".rstrip())
+            written = write_report(place, protocol, partial=True, evidence=root, candidate=name)
     print(total)
     print(written.found.to_text())
     print(f"report: {place / 'qualification.md'}")
@@ -236,8 +237,11 @@ def _run(options: argparse.Namespace) -> int:
         if (value := getattr(options, name)) is not None
     }
     options.root.mkdir(parents=True, exist_ok=True)
+    parallel = options.parallel or (2 if options.device == "cpu" else 8)
+    threads = str(max(1, (os.cpu_count() or 1) // parallel))
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ.setdefault(name, threads)  # of each training
     if options.device == "cpu":
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
         protocol = toy_protocol(**given)
         settings = toy_settings(make_tokens(options.root, 1024, 200_000))
     else:
@@ -250,7 +254,7 @@ def _run(options: argparse.Namespace) -> int:
         candidate={"backend": options.candidate},
         output=options.output,
         select=options.select,
-        parallel=options.parallel or (2 if options.device == "cpu" else 8),
+        parallel=parallel,
         converge=options.device == "cpu",
     )
 

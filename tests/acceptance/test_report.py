@@ -94,6 +94,7 @@ def content(root: Path, name: str = "qualification.json") -> dict[str, Any]:
         "| packed8 | 1.057 | 1.047 | 1.055 | not qualified |",
         "| 20m-packed4-atc-production | 1.100 | 1.100 | 1.100 | pass |",
         "| 20m-accumulate-b11-m4 | 1.100 | 1.100 | 1.100 |",
+        "| 20m-packed4-b4-c512-clip1 | 0.094 | 0.102 | 1.063 | 1.087 | 1.085 |",
         "| median, not gated | side | startup, s | peak reserved, GiB |",
         "| small-batch, sync | candidate | 2.5 | 3 |",
         "| parameters | 6.48e-05 | 3.24e-05 | 0.02 |",
