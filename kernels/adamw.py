@@ -401,7 +401,8 @@ def _adamw_kernel(
         second = v[i] - rate2 * v[i] + rate2 * gradient * gradient
         tl.store(exp_avg + at, first, mask=inside)
         tl.store(exp_avg_sq + at, second, mask=inside)
-        change = step_size * first / (tl.sqrt(second) * correction + eps)
+        # rounded to nearest: the approximate forms would add up over the updates
+        change = tl.div_rn(step_size * first, tl.sqrt_rn(second) * correction + eps)
         rows = rows + (x[i] if MIXING == "awc" else x[i] - (decay * x[i] + change),)
         changes = changes + (change,)
 

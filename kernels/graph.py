@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from traceback import clear_frames
 
 import torch
 
@@ -66,11 +67,12 @@ class CapturedCall:
                     raise
                 graph.capture_end()
         except BaseException as error:
+            clear_frames(error.__traceback__)  # whose variables hold memory of the pool
             self._abandon(graph)
             if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                 raise RuntimeError(
-                    f"an update could not be captured in a CUDA graph: {error}; set the strategy's "
-                    "backend to native to train without graphs"
+                    "an update could not be captured in a CUDA graph; set the strategy's backend "
+                    f"to native to train without graphs: {error}"
                 ) from error
             raise
         finally:
@@ -91,11 +93,9 @@ class CapturedCall:
         torch.cuda.empty_cache()
 
     def release(self) -> None:
-        """Gives the graph's memory back; the next call starts afresh."""
+        """Gives the graph's memory back; there are no more calls after this."""
         if self._graph is not None:
             self._graph.reset()
-            self._graph = None
-        self._warm = False
 
 
 @cache

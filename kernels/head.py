@@ -15,9 +15,9 @@ leave to their neighbours::
 
 Dividing by S itself would leave R's rounding in the largest entry of dz; so it lies in the others.
 
-bf16 has the exponents of fp32, so one constant offset serves rows whose largest logit is within
-about ±80. A row outside that is recomputed with its own largest logit as the offset. Ids at or
-above V as targets, and negative ones other than ``IGNORED``, make the loss NaN.
+bf16 has the exponents of fp32, so one constant offset serves rows whose largest logit lies from
+about -50 to 80. A row outside that is recomputed with its own largest logit as the offset. Targets
+of V and above, and negative ones other than ``IGNORED``, make the loss NaN.
 """
 
 import torch
@@ -32,10 +32,11 @@ IGNORED = -100
 """A target that is not scored."""
 
 OFFSET = 5.0
-"""Keeps sums of up to 2^31 exponentials of logits up to 70, single ones down to -80, normal."""
+"""The offset o of most rows."""
 
-SMALLEST_SUM, LARGEST_SUM = 1e-35, 1e35
-"""Outside, a row is recomputed with an offset of its own."""
+SMALLEST_SUM, LARGEST_SUM = 1e-25, 1e35
+"""Outside, a row is recomputed with an offset of its own: products of its exponentials with the
+embedding would overflow, or lose digits as subnormal numbers."""
 
 FINISHED_ROWS = 16
 """Rows behind one entry of the tally."""

@@ -268,10 +268,10 @@ def assert_as_good_as_pytorch(given: list[Any]) -> None:
     """Errors against float64, in the 2-norm, are at most plain PyTorch's in bf16.
 
     The tolerance is for sums in fp32: ε·√n of their size, for n = M and V at most. Beside it, the
-    factor of each row is rounded once in h where plain PyTorch may have none: 2^-9/√3 of the
+    factor of each row is rounded once in h where plain PyTorch may have none: 2^-8/√3 of the
     embedding's gradient; and R's rounding shows in dh, a small part of the same.
     """
-    rounding = {"nll": 0.0, "dh": 2**-13, "dembedding": 2**-9 / 3**0.5}
+    rounding = {"nll": 0.0, "dh": 2**-12, "dembedding": 2**-8 / 3**0.5}
     h, embedding, rows = given[:3]
     truth = plain_head(h.double(), embedding.double(), rows)
     plain = plain_head(h, embedding, rows)
@@ -346,8 +346,8 @@ def test_exponentials_past_two_to_the_31_elements_on_gpu() -> None:
     targets = rows[0, :, 1:].flatten()[-9:]
     expected = logits.softmax(1) - F.one_hot(targets, vocab)
     found = exps[0, -9:, :vocab].double() * inverse[0, -9:, None].double()
-    # a rounding to bf16, and fp32 logits up to 200 in the last row
-    torch.testing.assert_close(found, expected, rtol=2.0**-8, atol=1e-7)
+    # two roundings to bf16, and fp32 logits up to 200 in the last row
+    torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=1e-7)
     losses = F.cross_entropy(logits, targets, reduction="sum")
     uniform = (tokens - 9) * torch.tensor(vocab).log().item()  # rows of zeros
     torch.testing.assert_close(
