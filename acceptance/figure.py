@@ -97,7 +97,17 @@ def qualification_figure(
             va="center",
         )
     figure.suptitle(title, fontsize=14, color=_FAIL if missing else _LIMIT)
+    _fix_layout(figure)
     return figure
+
+
+def _fix_layout(figure: "Figure") -> None:
+    """Lays out once, to four digits: the solver's last digits are not the same each time."""
+    figure.draw_without_rendering()
+    places = [[round(x, 4) for x in panel.get_position().bounds] for panel in figure.axes]
+    figure.set_layout_engine("none")
+    for panel, (left, bottom, width, height) in zip(figure.axes, places, strict=True):
+        panel.set_position((left, bottom, width, height))
 
 
 def words(verdict: str) -> str:
