@@ -61,6 +61,34 @@ def test_partial_results_are_there_as_it_goes(tmp_path: Path, settings: Settings
     assert len(pd.read_csv(output / "convergence.csv")) == len(protocol.convergence_runs())
 
 
+KILLED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from fake_checkout import PILOT, toy_settings
+root, output, checkout, cache = map(Path, sys.argv[2:])
+protocol = PILOT["toy_protocol"](repeats=3)
+PILOT["run"](root, protocol, toy_settings(cache), output=output, checkout=checkout)
+"""
+
+
+def test_a_time_limit_leaves_what_was_measured(tmp_path: Path, settings: Settings) -> None:
+    folders = [tmp_path / "root", tmp_path / "output", make_checkout(tmp_path / "checkout")]
+    helper = Path(__file__).parents[1] / "acceptance"
+    command = [sys.executable, "-c", KILLED, str(helper), *map(str, folders), settings.cache]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "repeat2" in line:
+            break
+    process.kill()
+    process.communicate()
+    rows = pd.read_csv(tmp_path / "output" / "performance.csv")
+    assert len(rows) >= 2 * 2
+    page = (tmp_path / "output" / "qualification.md").read_text()
+    assert "| toy-packed4 | 1.000 | - | - | incomplete |" in page
+
+
 @pytest.mark.parametrize("candidate", ["native", "gh200"])
 def test_the_protocol_for_a_gpu(tmp_path: Path, candidate: str) -> None:
     protocol = PILOT["gpu_protocol"](6, 3)
