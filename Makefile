@@ -11,11 +11,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 LOCK_VENV := build/lock-venv
 # `make lock` takes the newest releases that setup.cfg admits, except these.
 HELD := torch==2.13.0 triton==3.7.1
 
-.PHONY: help install quickstart pilot test lint format lock clean
+.PHONY: help install quickstart pilot test lint format docs docs-serve lock clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,13 +57,21 @@ format: install  ## fix what ruff can fix, and format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+docs: install  ## build the documentation site into site/
+	@$(BIN)/python .ci/link_tree.py
+	$(MKDOCS) build --strict
+
+docs-serve: install  ## show the site on this machine, and renew it while you write
+	@$(BIN)/python .ci/link_tree.py
+	$(MKDOCS) serve
+
 lock:  ## renew requirements.lock from the ranges in setup.cfg
 	rm -rf $(LOCK_VENV)
 	$(PYTHON) -m venv $(LOCK_VENV)
-	$(LOCK_VENV)/bin/pip install --quiet --editable '.[data,report,slurm,test,lint]' setuptools packaging $(HELD)
+	$(LOCK_VENV)/bin/pip install --quiet --editable '.[data,report,slurm,docs,test,lint]' setuptools packaging $(HELD)
 	$(LOCK_VENV)/bin/python .ci/lock.py > requirements.lock.new
 	mv requirements.lock.new requirements.lock
 	rm -rf $(LOCK_VENV)
 
 clean:  ## remove the environment, caches and build outputs; keeps data/ and runs/
-	rm -rf $(VENV) .typecheck build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .typecheck build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -17,10 +17,11 @@ HEADER = """\
 # NVIDIA's CUDA libraries (nvidia-*, cuda-*) are not listed, so that the same file installs with
 # a CPU build of torch. A CUDA build of torch names the ones that it needs in its own metadata.\
 """
-EXTRAS = {  # the extras that the quickstart, the tests and the linters need
+EXTRAS = {  # the extras that the quickstart, the tests, the linters and the site need
     "data": "reading and tokenizing text (extra: data)",
     "report": "figures and evidence files (extra: report)",
     "slurm": "jobs on Slurm (extra: slurm)",
+    "docs": "the documentation site (extra: docs)",
     "test": "tests (extra: test)",
     "lint": "linters and type stubs (extra: lint)",
 }
