@@ -1,0 +1,295 @@
+"""Performance pages of the site, from the result files of ``benchmarks/``; a hook of mkdocs.
+
+A result file is named ``what_hardware_date.json``. The newest of each what and hardware stands on
+the page of results, the others on that of earlier reports. A qualification, a folder of
+``benchmarks/`` with a ``qualification.md``, becomes a page of its own.
+"""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+_NAME = re.compile(r"(?P<what>.+)_(?P<hardware>[^_]+)_(?P<date>\d{4}-\d{2}-\d{2})")
+_RATE = "tokens_per_second"
+_COLORS = {"native": "#6e7781", "gh200": "#1f6feb"}
+_INK = "#24292f"
+_INTRODUCTION = """\
+# Performance
+
+What this project's own scripts in `benchmarks/` have measured, one section for each question and
+machine. Rates are of complete updates; the method stands below each table. Absolute figures move
+between machines: compare what was measured in one run.
+
+What was tried, with what was expected and what came out, is in the [notes on speed](notes.md);
+results that newer ones have replaced are among the [earlier reports](archive.md).
+"""
+_ARCHIVE = """\
+# Earlier reports
+
+Results that newer ones of the same question and machine have replaced, newest first.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: where it stands in its file, such as case and backend, and its values."""
+
+    labels: tuple[str, ...]
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One result file."""
+
+    path: Path
+    what: str
+    hardware: str
+    date: str
+    content: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> "Report":
+        """Reads a file; its name says what it is about."""
+        match = _NAME.fullmatch(path.stem)
+        if match is None:
+            raise PluginError(f"{path} is not named what_hardware_date.json, with the date Y-M-D")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return cls(path, **match.groupdict(), content=content)
+
+    @property
+    def sections(self) -> list[tuple[str, list[Row]]]:
+        """Tables with their titles: one, or one for each of a file's runs."""
+        runs = self.content.get("runs", [self.content])
+        return [(str(run.get("code", "")), list(_rows(run.get("cases", run)))) for run in runs]
+
+
+def _rows(node: Mapping[str, Any], labels: tuple[str, ...] = ()) -> Iterator[Row]:
+    """Every dictionary of numbers below a node, under the keys that lead to it."""
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            if any(isinstance(v, int | float) for v in value.values()):
+                yield Row((*labels, key), dict(value))
+            else:
+                yield from _rows(value, (*labels, key))
+
+
+# --- tables -----------------------------------------------------------------------------------
+
+
+def _scaled(name: str, value: float) -> str:
+    """A number as it is read best, in the unit that :func:`_heading` names."""
+    if name.endswith(_RATE):
+        return f"{value / 1e6:.3f}"
+    if name.endswith("_bytes"):
+        return f"{value / 2**30:.2f}"
+    if name.endswith(("_seconds", "_gib", "_ms")):
+        return f"{value:.2f}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _cell(name: str, value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return "" if value is None else str(value).lower()
+    if isinstance(value, int | float):
+        return _scaled(name, value)
+    if isinstance(value, list) and value and all(isinstance(v, int | float) for v in value):
+        return f"{_scaled(name, min(value))} \N{EN DASH} {_scaled(name, max(value))}"
+    return str(value)
+
+
+def _heading(name: str) -> str:
+    units = {
+        f"windows_{_RATE}": "windows, M tokens/s",
+        _RATE: "M tokens/s",
+        "ratio": "ratio to native",
+    }
+    for ending, unit in (("_bytes", "GiB"), ("_gib", "GiB"), ("_seconds", "s"), ("_ms", "ms")):
+        if name.endswith(ending):
+            return f"{name.removesuffix(ending).replace('_', ' ')}, {unit}"
+    return units.get(name, name.replace("_", " "))
+
+
+def _with_ratios(rows: list[Row]) -> list[Row]:
+    """Adds each backend's rate over native's, where a case has both."""
+    native = {row.labels[:-1]: row.values for row in rows if row.labels[-1] == "native"}
+    others = any(row.labels[-1] != "native" and row.labels[:-1] in native for row in rows)
+    if not others:
+        return rows
+    done = []
+    for row in rows:
+        base = native.get(row.labels[:-1], {}).get(_RATE)
+        rate = row.values.get(_RATE)
+        ratio = {"ratio": rate / base} if base and rate else {}
+        # beside the rate that it belongs to
+        done.append(Row(row.labels, {_RATE: rate, **ratio, **row.values}) if rate else row)
+    return done
+
+
+def _table(rows: list[Row]) -> str:
+    """The rows in Markdown: labels, then values, in the order in which they first appear."""
+    depth = max(len(row.labels) for row in rows)
+    names = list(dict.fromkeys(name for row in rows for name in row.values))
+    labels = ["case", "backend", *[""] * depth][:depth]
+    lines = [
+        [*labels, *map(_heading, names)],
+        [*["---"] * depth, *["---:"] * len(names)],
+        *(
+            [
+                *row.labels,
+                *[""] * (depth - len(row.labels)),
+                *(_cell(n, row.values.get(n)) for n in names),
+            ]
+            for row in rows
+        ),
+    ]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _csv(report: Report) -> str:
+    """All numbers of a report, unrounded; lists are written with spaces between their items."""
+    sections = [(title, row) for title, rows in report.sections for row in rows]
+    depth = max((len(row.labels) for _, row in sections), default=0)
+    names = list(dict.fromkeys(name for _, row in sections for name in row.values))
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    labels = ["case", "backend", *(f"label_{i}" for i in range(2, depth))][:depth]
+    writer.writerow(["run", *labels, *names])
+    for title, row in sections:
+        values = (row.values.get(name, "") for name in names)
+        cells = (" ".join(map(str, v)) if isinstance(v, list) else v for v in values)
+        writer.writerow([title, *row.labels, *[""] * (depth - len(row.labels)), *cells])
+    return out.getvalue()
+
+
+def _chart(rows: list[Row]) -> str | None:
+    """Tokens per second as bars, in SVG; None where there are none."""
+    rated = [(row, row.values[_RATE] / 1e6) for row in rows if _RATE in row.values]
+    if not rated:
+        return None
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(row.labels[0] for row, _ in rated))
+    backends = list(dict.fromkeys(row.labels[1] for row, _ in rated if len(row.labels) > 1))
+    height = 0.8 / max(1, len(backends))
+    figure = Figure(figsize=(8, 0.7 + 0.28 * len(cases) * max(1, len(backends))))
+    axes = figure.add_subplot()
+    for row, rate in rated:
+        index = backends.index(row.labels[1]) if backends and len(row.labels) > 1 else 0
+        y = cases.index(row.labels[0]) + (index - (len(backends) - 1) / 2) * height * bool(backends)
+        color = _COLORS.get(row.labels[-1], "#1f6feb")
+        axes.barh(y, rate, height * 0.9, color=color)
+        axes.text(rate, y, f" {rate:.2f}", va="center", fontsize=9, color=_INK)
+    axes.set_yticks(range(len(cases)), cases, fontsize=9, color=_INK)
+    axes.invert_yaxis()
+    axes.set_xlabel("M tokens/s", fontsize=9, color=_INK)
+    axes.margins(x=0.1)
+    axes.tick_params(colors=_INK, labelsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if backends:
+        handles = [mpl.patches.Patch(color=_COLORS.get(b, "#1f6feb"), label=b) for b in backends]
+        axes.legend(handles=handles, fontsize=9, frameon=False, loc="lower right")
+    figure.tight_layout()
+    out = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": "tinyllm"}):
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
+# --- pages ------------------------------------------------------------------------------------
+
+
+def _section(report: Report, generated: dict[str, str]) -> str:
+    """One report; what it shows beside its text is added to ``generated``."""
+    stem, content = report.path.stem, report.content
+    generated[f"{stem}.csv"] = _csv(report)
+    generated[f"{stem}.json"] = report.path.read_text(encoding="utf-8")
+    facts = {
+        key: str(value)
+        for key, value in content.items()
+        if isinstance(value, str | int | float) and key != "method"
+    }
+    hardware = re.sub(r"X(\d+)$", " \N{MULTIPLICATION SIGN} \\1", report.hardware.upper())
+    parts = [f"## {report.what.replace('_', ' ')}, {hardware}, {report.date}"]
+    parts.append(", ".join(f"{key} {value}" for key, value in facts.items()))
+    for number, (title, rows) in enumerate(report.sections):
+        if not rows:
+            continue
+        if title:
+            parts.append(f"**{title[0].upper()}{title[1:]}**")
+        chart = _chart(rows)
+        if chart is not None:
+            image = f"{stem}-{number}.svg"
+            generated[image] = chart
+            cases = ", ".join(dict.fromkeys(row.labels[0] for row in rows))
+            parts.append(f"![Tokens per second of {cases}]({image})")
+        parts.append(_table(_with_ratios(rows)))
+    method = str(content.get("method", "")).strip()
+    if method:
+        indented = "\n".join(f"    {line}" if line else "" for line in method.splitlines())
+        parts.append(f'??? note "Method"\n\n    ```text\n{indented}\n    ```')
+    parts.append(f"Unrounded: [CSV]({stem}.csv) · as written: [JSON]({stem}.json)")
+    return "\n\n".join(parts) + "\n"
+
+
+def pages(benchmarks: Path) -> dict[str, str]:
+    """Files of the site's folder ``performance``, by name: pages, charts and tables.
+
+    Args:
+        benchmarks: The folder with the result files.
+
+    Raises:
+        PluginError: If a file is not named as results are.
+    """
+    reports = sorted(map(Report.read, benchmarks.glob("*.json")), key=lambda r: (r.what, r.date))
+    newest = {(report.what, report.hardware): report for report in reports}
+    current = list(newest.values())
+    earlier = [report for report in reversed(reports) if report not in current]
+    generated: dict[str, str] = {}
+    shown = [_section(report, generated) for report in current]
+    archived = [_section(report, generated) for report in earlier]
+    generated["index.md"] = "\n".join([_INTRODUCTION, *(shown or ["There are no results yet.\n"])])
+    generated["archive.md"] = "\n".join([_ARCHIVE, *(archived or ["There are none yet.\n"])])
+    return generated
+
+
+def _qualifications(benchmarks: Path) -> list[Path]:
+    return sorted(path.parent for path in benchmarks.glob("*/qualification.md"))
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Adds the qualifications to the navigation."""
+    found = _qualifications(_benchmarks(config))
+    if found:
+        section = next(entry for entry in config.nav or [] if "Performance" in entry)
+        section["Performance"][1:1] = [
+            {f"Qualification {folder.name}": f"performance/{folder.name}/qualification.md"}
+            for folder in found
+        ]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages, and what belongs to them."""
+    benchmarks = _benchmarks(config)
+    for name, content in pages(benchmarks).items():
+        files.append(File.generated(config, f"performance/{name}", content=content))
+    for folder in _qualifications(benchmarks):
+        for path in (p for p in folder.iterdir() if p.suffix in (".md", ".svg", ".csv", ".json")):
+            name = f"performance/{folder.name}/{path.name}"
+            files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
+
+
+def _benchmarks(config: MkDocsConfig) -> Path:
+    return Path(config.docs_dir).parent / "benchmarks"
