@@ -224,14 +224,15 @@ def test_memory_is_flat_over_2000_updates() -> None:
 def held_bytes() -> tuple[int, int]:
     gc.collect()
     torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
-def assert_nothing_left(before: tuple[int, int], small: int = 2**26) -> None:
-    """Up to 64 MB stay: what cuBLAS works in, and generators of graphs."""
+def assert_nothing_left(before: tuple[int, int]) -> None:
+    """A few small blocks may stay; an engine of four workers holds more than 40 MB."""
     for kept, now in zip(before, held_bytes(), strict=True):
-        assert now - kept <= small, f"{(now - kept) / 2**20:.0f} MB are left"
+        assert now - kept <= 2**23, f"{(now - kept) / 2**20:.0f} MB are left"
 
 
 # --- through the Trainer --------------------------------------------------------------------------
