@@ -38,7 +38,7 @@ $(INSTALLED): requirements.lock setup.cfg pyproject.toml
 quickstart: install  ## prepare a small corpus, train a model on it, print a sample
 	$(BIN)/tinyllm prepare --config configs/quickstart-data.yaml
 	$(BIN)/tinyllm fit --config configs/quickstart.yaml
-	$(BIN)/tinyllm generate --checkpoint runs/quickstart/checkpoints/last.ckpt --prompt "def " --seed 0
+	$(BIN)/tinyllm generate runs/quickstart/checkpoints/last.ckpt --prompt "def " --seed 0
 
 pilot: install  ## a whole qualification of native against itself, on a CPU and a toy protocol
 	rm -rf runs/pilot

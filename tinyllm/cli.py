@@ -35,7 +35,7 @@ def _function_command(name: str, args: list[str]) -> None:
         prog=f"tinyllm {name}",
         config_help="A YAML or JSON file with these options; several overlay left to right.",
         parser_class=HelpfulParser,
-        as_positional=name == "topology",
+        as_positional=name != "prepare",  # which asks for too much to tell apart by order
     )
 
 
@@ -68,7 +68,7 @@ COMMANDS = {
     "test": Command("Loss of a checkpoint over the whole test split.", _trainer_command),
     "predict": Command("Write the loss of every validation token to a file.", _trainer_command),
     "generate": Command("Sample text from a checkpoint.", _function_command),
-    "export": Command("Write one model of a checkpoint as a stock Llama.", _function_command),
+    "export": Command("Write one model of a checkpoint for other programs.", _function_command),
     "topology": Command("Show a topology's mixing matrices and numbers.", _function_command),
     "accept": Command("Decide by frozen gates if a backend may replace another.", _accept_command),
 }

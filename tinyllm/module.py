@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from tinyllm.config import PRESETS, LlamaConfig
+from tinyllm.hf import read_model
 from tinyllm.metrics import TokenLoss, UpdateMetrics
 from tinyllm.model import Llama, is_matrix, split_rows
 from tinyllm.schedule import Schedule, WarmupCosine
@@ -51,9 +53,14 @@ class TinyLLM(LightningModule):
         config: The architecture in full, in place of a preset.
         optimizer: AdamW's hyperparameters.
         schedule: How the learning rate moves over the planned updates.
+        init_from: Folder of a stock Llama to go on from, which needs no preset: what `tinyllm
+            export` or transformers writes, with tied embeddings, no grouped-query attention, no
+            biases and no RoPE scaling.
 
     Raises:
-        ValueError: If the preset is unknown, or both or none of preset and config are given.
+        ValueError: If the preset is unknown, the size is given not at all or twice, or the folder's
+            model does not fit.
+        FileNotFoundError: If the folder lacks a file.
     """
 
     def __init__(
@@ -62,9 +69,10 @@ class TinyLLM(LightningModule):
         config: LlamaConfig | None = None,
         optimizer: AdamWConfig = AdamWConfig(),
         schedule: Schedule = WarmupCosine(),  # noqa: B008  (frozen)
+        init_from: Path | None = None,
     ) -> None:
         super().__init__()
-        self.config = _resolve(preset, config)
+        self.config, weights = _resolve(preset, config, init_from)
         # a checkpoint gives plain values
         if isinstance(optimizer, Mapping):
             optimizer = AdamWConfig(**optimizer)
@@ -73,6 +81,8 @@ class TinyLLM(LightningModule):
         self.optimizer_config = optimizer
         self.schedule = schedule
         self.model = Llama(self.config)
+        if weights is not None:
+            self.load_state_dict(weights)
         self.validation_loss = TokenLoss()
         self.test_loss = TokenLoss()
         # plain values only, so that checkpoints load with weights_only=True
@@ -207,17 +217,36 @@ def parameter_groups(model: Llama) -> tuple[list[nn.Parameter], list[nn.Paramete
     return [p for p in parameters if is_matrix(p)], [p for p in parameters if not is_matrix(p)]
 
 
-def _resolve(preset: str | None, config: LlamaConfig | None) -> LlamaConfig:
-    if (preset is None) == (config is None):
+def _resolve(
+    preset: str | None, config: LlamaConfig | None, init_from: Path | None
+) -> tuple[LlamaConfig, dict[str, Tensor] | None]:
+    """The architecture, and the weights to start from unless they are to be drawn."""
+    if preset is not None and config is not None:
+        raise ValueError(f"preset {preset!r} and a config are given; leave one out")
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(f"preset {preset!r} is unknown; choose from {', '.join(PRESETS)}")
+    if isinstance(config, Mapping):
+        config = LlamaConfig(**config)
+    chosen = PRESETS[preset] if preset is not None else config
+    if init_from is not None:
+        found, weights = read_model(init_from)
+        if chosen is not None and chosen != found:
+            named = "the config" if preset is None else f"preset {preset!r}"
+            wanted, other = chosen.to_dict(), found.to_dict()
+            differences = [
+                f"{k} {wanted[k]}, not {other[k]}" for k in wanted if wanted[k] != other[k]
+            ]
+            raise ValueError(
+                f"{named} is another model than the one in {init_from}: {'; '.join(differences)}. "
+                "Leave it out, as in --model.preset null --model.config null"
+            )
+        return found, weights
+    if chosen is None:
         raise ValueError(
-            f"preset is {preset!r} and config is {config!r}; give exactly one of them "
+            "none of preset, config and init_from is given; give one of them "
             f"(presets: {', '.join(PRESETS)})"
         )
-    if preset is not None:
-        if preset not in PRESETS:
-            raise ValueError(f"preset {preset!r} is unknown; choose from {', '.join(PRESETS)}")
-        return PRESETS[preset]
-    return LlamaConfig(**config) if isinstance(config, Mapping) else config  # type: ignore[return-value]
+    return chosen, None
 
 
 def _build_schedule(description: Mapping[str, Any]) -> Schedule:

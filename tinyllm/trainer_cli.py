@@ -1,5 +1,6 @@
 """LightningCLI for this library: defaults, precedence of values, exit codes."""
 
+import json
 import logging
 import signal
 import sys
@@ -92,8 +93,9 @@ class TinyLLMCLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         # a first time to learn of the checkpoint, whose model gives the defaults of the second
-        first = [argument for argument in self._args if not argument.startswith("--print_config")]
-        self.config = parser.parse_args([self._command, *first])
+        arguments = [self._command, *self._args]
+        first = [argument for argument in arguments if not argument.startswith("--print_config")]
+        self.config = parser.parse_args(first)
         given = self.config[self._command]
         self._check_strategy(given.trainer.strategy)
         path = self._checkpoint_path(given)
@@ -102,8 +104,12 @@ class TinyLLMCLI(LightningCLI):
             saved = read_checkpoint(path).get("hyper_parameters", {})
             known = {"preset", "config", "optimizer", "schedule"} & set(saved)
             self._parser(self._command).set_defaults({f"model.{key}": saved[key] for key in known})
-        if path is not None or first != self._args:
-            super().parse_arguments(parser, args)
+            if given.model.init_from is not None:  # a start that lies behind the checkpoint
+                size = {key: json.dumps(saved.get(key)) for key in ("preset", "config")}
+                for key, value in {"init_from": "null", **size}.items():
+                    arguments += [f"--model.{key}", value]
+        if path is not None or first != arguments:
+            self.config = parser.parse_args(arguments)
 
     def _check_strategy(self, strategy: Any) -> None:
         """Trainer takes any string for a strategy; a misspelt one is refused here."""

@@ -187,7 +187,7 @@ def test_pitfall_8_the_commands_around_training(command: Any, args: list[str], s
             ["--model.config", "null", "--model.preset", "21m"],
             "preset '21m' is unknown; choose from 20m, 50m, 90m",
         ),
-        (["--model.preset", "20m"], "give exactly one of them (presets: 20m, 50m, 90m)"),
+        (["--model.preset", "20m"], "preset '20m' and a config are given; leave one out"),
         (["--data.cache", "nowhere"], "no token cache at nowhere"),
         (["--data.context", "17"], "data.context is 17 and the model's context 16"),
         (["--model.config.vocab_size", "100"], "token ids and the model 100"),

@@ -150,6 +150,6 @@ def test_nothing_is_overwritten(packed: Path, tmp_path: Path) -> None:
 
 
 def test_the_command(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["export", "--checkpoint", str(packed), "--output", str(tmp_path / "x"), "--worker", "1"])
+    main(["export", str(packed), "--to", "hf", str(tmp_path / "x"), "--worker", "1"])
     assert "worker 1" in capsys.readouterr().out
     assert (tmp_path / "x/model.safetensors").is_file()

@@ -262,7 +262,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
 
 
 def test_prints_the_prompt_and_its_continuation(command: Any, checkpoint: Path) -> None:
-    options = ["--checkpoint", checkpoint, "--prompt", "größ", "--max_new_tokens", "6"]
+    options = [checkpoint, "--prompt", "größ", "--max_new_tokens", "6"]
     greedy = command("generate", *options, "--temperature", "0")
     assert greedy.code == 0, greedy.err
     assert greedy.out.startswith("größ")
@@ -286,7 +286,7 @@ def test_continues_as_the_model_does(
     ids = tokenizer.encode(prompt).tolist() or [tokenizer.boundary_id]  # starts a document
     new = step_by_step(module.model, torch.tensor(ids), 5)
     options = ["--max_new_tokens", 5, "--temperature", 0]
-    done = command("generate", "--checkpoint", checkpoint, "--prompt", prompt, *options)
+    done = command("generate", checkpoint, "--prompt", prompt, *options)
     assert done.out == prompt + "".join(decoded(tokenizer, ids if prompt else [], new)) + "\n"
     assert len(done.out) > len(prompt) + 1
 
@@ -294,7 +294,7 @@ def test_continues_as_the_model_does(
 def test_another_tokenizer_may_be_given(
     command: Any, checkpoint: Path, text_cache: Path, tmp_path: Path
 ) -> None:
-    options = ["--checkpoint", checkpoint, "--temperature", "0", "--max_new_tokens", "4"]
+    options = [checkpoint, "--temperature", "0", "--max_new_tokens", "4"]
     expected = command("generate", *options).out
     for path in (text_cache, text_cache / "tokenizer.json"):
         assert command("generate", *options, "--tokenizer", path).out == expected
@@ -335,7 +335,7 @@ def test_what_cannot_be_sampled_from_is_refused(
         ),
     }
     for path, message in refused.items():
-        done = command("generate", "--checkpoint", path)
+        done = command("generate", path)
         assert (done.code, done.out) == (1, ""), path
         assert message in done.err
         assert "Traceback" not in done.err
@@ -353,6 +353,6 @@ def test_what_cannot_be_sampled_from_is_refused(
 def test_a_bad_option_prints_no_text(
     command: Any, checkpoint: Path, options: list[str], message: str
 ) -> None:
-    done = command("generate", "--checkpoint", checkpoint, *options)
+    done = command("generate", checkpoint, *options)
     assert (done.code, done.out) == (1, "")
     assert message in done.err

@@ -167,8 +167,8 @@ def test_predictions_are_the_loss_of_every_target() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "preset is None and config is None; give exactly one"),
-        ({"preset": "20m", "config": CONFIG}, "give exactly one"),
+        ({}, "none of preset, config and init_from is given; give one of them"),
+        ({"preset": "20m", "config": CONFIG}, "preset '20m' and a config are given; leave one out"),
         ({"preset": "30m"}, "preset '30m' is unknown; choose from 20m, 50m, 90m"),
     ],
 )

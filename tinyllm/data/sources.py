@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from tinyllm.data.cache import sha256_of_json
-from tinyllm.data.tokenizer import require
+from tinyllm.extras import require
 
 SourceKind = Literal["stdlib", "text", "jsonl", "parquet", "huggingface", "tokens"]
 
@@ -210,7 +210,7 @@ def _jsonl(files: list[Path], field: str) -> Iterator[Item]:
 
 
 def _parquet(files: list[Path], field: str) -> Iterator[Item]:
-    parquet = require("pyarrow.parquet")
+    parquet = require("pyarrow.parquet", "data")
     for file in files:
         if file.stat().st_size == 0:
             yield BadInput(str(file), "the file is empty")
@@ -237,7 +237,7 @@ def _parquet(files: list[Path], field: str) -> Iterator[Item]:
 
 
 def _huggingface(name: str, config: str | None, split: str, field: str) -> Iterator[Item]:
-    datasets = require("datasets")
+    datasets = require("datasets", "data")
     try:
         rows = datasets.load_dataset(name, config, split=split, streaming=True)
     except Exception as error:  # datasets, the hub and the file system each have their own

@@ -10,11 +10,12 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+
+from tinyllm.extras import require
 
 BOUNDARY_TOKEN = "<|endoftext|>"
 """The boundary token of a tokenizer that is trained here."""
@@ -22,16 +23,6 @@ BOUNDARY_TOKEN = "<|endoftext|>"
 # The names under which well-known tokenizers keep their end-of-document token.
 _BOUNDARY_NAMES = (BOUNDARY_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 _FILE_NAMES = {"tokenizers": "tokenizer.json", "sentencepiece": "tokenizer.model"}
-
-
-def require(module: str) -> Any:
-    """Import an optional library of the `data` extra, or say how to install it."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            f"this needs the package {module!r}; install it with: pip install 'tinyllm[data]'"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -130,13 +121,16 @@ class Tokenizer:
                 f"vocab_size is {vocab_size}; a byte-level BPE needs at least {smallest}: "
                 f"256 bytes and the boundary token"
             )
-        tokenizers = require("tokenizers")
-        models, trainers = require("tokenizers.models"), require("tokenizers.trainers")
-        pre_tokenizers = require("tokenizers.pre_tokenizers")
+        tokenizers = require("tokenizers", "data")
+        models, trainers = (
+            require("tokenizers.models", "data"),
+            require("tokenizers.trainers", "data"),
+        )
+        pre_tokenizers = require("tokenizers.pre_tokenizers", "data")
         byte_level = pre_tokenizers.ByteLevel
         impl = tokenizers.Tokenizer(models.BPE())
         impl.pre_tokenizer = byte_level(add_prefix_space=False)
-        impl.decoder = require("tokenizers.decoders").ByteLevel()
+        impl.decoder = require("tokenizers.decoders", "data").ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[BOUNDARY_TOKEN],
@@ -168,6 +162,17 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Ids of one text: uint32, shape [tokens], without any boundary."""
         return self.encode_batch([text])[0]
+
+    def token(self, id: int) -> str:
+        """How a token is written in the tokenizer's file."""
+        return str(
+            self._impl.id_to_token(id) if self.kind == "tokenizers" else self._impl.id_to_piece(id)
+        )
+
+    @property
+    def adds_tokens(self) -> bool:
+        """Whether the file has a template that other users of it put around a text."""
+        return self.kind == "tokenizers" and self._impl.num_special_tokens_to_add(False) > 0
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids; boundary and other control tokens give nothing."""
@@ -203,7 +208,7 @@ class Tokenizer:
 
 
 def _read_tokenizers(data: bytes, name: str) -> Any:
-    tokenizers = require("tokenizers")
+    tokenizers = require("tokenizers", "data")
     try:
         impl = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
     except Exception as error:  # the library raises plain Exception
@@ -217,7 +222,7 @@ def _read_tokenizers(data: bytes, name: str) -> Any:
 
 
 def _read_model(data: bytes, name: str) -> Any:
-    sentencepiece = require("sentencepiece")
+    sentencepiece = require("sentencepiece", "data")
     impl = sentencepiece.SentencePieceProcessor()
     try:
         impl.LoadFromSerializedProto(data)
