@@ -45,6 +45,16 @@ def _accept_command(name: str, args: list[str]) -> None:
     raise SystemExit(accept(args, prog=f"tinyllm {name}"))
 
 
+def _doctor_command(name: str, args: list[str]) -> None:
+    from argparse import ArgumentParser  # the standard library's, which works without the others
+    from importlib import import_module
+
+    from tinyllm.doctor import doctor
+
+    ArgumentParser(f"tinyllm {name}", description=COMMANDS[name].summary).parse_args(args)
+    doctor(lambda: import_module("tinyllm.strategies.backends"))
+
+
 _FUNCTION_MODULES = {
     "prepare": "tinyllm.data.prepare",
     "generate": "tinyllm.generate",
@@ -71,6 +81,7 @@ COMMANDS = {
     "export": Command("Write one model of a checkpoint for other programs.", _function_command),
     "topology": Command("Show a topology's mixing matrices and numbers.", _function_command),
     "accept": Command("Decide by frozen gates if a backend may replace another.", _accept_command),
+    "doctor": Command("Print what a bug report needs to say about a machine.", _doctor_command),
 }
 
 

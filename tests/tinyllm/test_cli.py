@@ -10,7 +10,17 @@ import pytest
 from tinyllm import cli
 from tinyllm.cli import COMMANDS, configs_first, main
 
-NAMES = ["prepare", "fit", "validate", "test", "predict", "generate", "topology"]
+NAMES = [
+    "prepare",
+    "fit",
+    "validate",
+    "test",
+    "predict",
+    "generate",
+    "export",
+    "topology",
+    "doctor",
+]
 
 
 def test_help_lists_and_explains_all_commands_without_torch() -> None:
@@ -67,7 +77,8 @@ def test_every_command_explains_its_options(command: Any, name: str) -> None:
     expected = {
         "fit": ["--ckpt_path", "--model.preset", "--trainer.max_steps", "--data.cache"],
         "prepare": ["--source", "--output", "--vocab_size", "--on_bad_input"],
-        "generate": ["--checkpoint", "--temperature", "--top_k", "--top_p", "--seed"],
+        "generate": ["  checkpoint ", "--temperature", "--top_k", "--top_p", "--seed"],
+        "export": ["  checkpoint ", "  output ", "--to ", "--worker "],
         "topology": ["name", "--workers", "--svg"],
     }
     expected |= {key: ["--ckpt_path", "--data.cache"] for key in ("validate", "test", "predict")}
