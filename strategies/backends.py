@@ -2,8 +2,10 @@
 
 import os
 import tempfile
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Literal
 
 import torch
@@ -81,5 +83,16 @@ def use_local_kernel_cache() -> None:
 
     Triton's own default is the home folder, which nodes often share. ``TRITON_CACHE_DIR`` wins.
     """
+    if "TRITON_CACHE_DIR" not in os.environ:
+        os.environ["TRITON_CACHE_DIR"] = str(_own_folder())
+
+
+def _own_folder() -> Path:
+    """A folder for compiled code that nobody else can write to."""
     folder = Path(tempfile.gettempdir()) / f"tinyllm_kernels_{os.getuid()}"
-    os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        return folder
+    return Path(tempfile.mkdtemp(prefix="tinyllm_kernels_"))  # somebody took the name

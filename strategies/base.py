@@ -112,6 +112,14 @@ class ArenaStrategy(ProcessStrategy):
         """In how many groups a batch's rows are dealt out: workers, or ranks that hold copies."""
         return self._num_workers or self.world_size
 
+    @property
+    def description(self) -> str:
+        """How many workers train and how, for people."""
+        world = self.ranks.world_size
+        return (
+            "1" if world == 1 else f"1, with a copy on each of {world} ranks, which share a batch"
+        )
+
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None

@@ -79,6 +79,15 @@ class DecentralizedStrategy(ArenaStrategy):
         self._gamma: NDArray[np.float64] | None = None
         self._gossip: Gossip | None = None
 
+    @property
+    @override
+    def description(self) -> str:
+        ranks = self.ranks
+        where = f", {ranks.local_workers} on each of {ranks.world_size} ranks" * ranks.spread
+        how = {"awc": "adapt while combine", "atc": "adapt then combine"}[self._scheme]
+        adaptive = ", adaptive consensus" if self._adaptive_consensus is not None else ""
+        return f"{ranks.num_workers}{where}: {self.topology.name}, {how}{adaptive}"
+
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
