@@ -148,3 +148,16 @@ def test_tinyllm_fit_accepts_it(
         printed = yaml.safe_load(capsys.readouterr().out)
         assert printed["trainer"]["max_steps"] == complete["trainer"]["max_steps"]
         assert printed["data"] == {**printed["data"], **complete["data"]}
+
+
+def test_tinyllm_fit_accepts_every_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a candidate's backend; the callbacks of measuring are tested above."""
+    path = tmp_path / "given.json"
+    for part, config in CONFIGS.items():
+        path.write_text(json.dumps(candidate_config(config, {"backend": "gh200"})))
+        with pytest.raises(SystemExit) as ended:
+            main(["fit", "--config", str(path), "--print_config"])
+        assert not ended.value.code, part
+    assert capsys.readouterr().out.count("backend: gh200") == 117 + 5
