@@ -44,7 +44,8 @@ _TEXTS = {
     "What another run left there is moved to earlier-1/ and so on.",
     "trainer.logger": "Where metrics go; null writes metrics.csv into the run's folder, false logs "
     "nothing.",
-    "trainer.enable_model_summary": "Null prints four lines about the run, true Lightning's table.",
+    "trainer.enable_model_summary": "Null prints what is trained, on what and for how long; true "
+    "prints Lightning's table.",
     "checkpoint.dirpath": "Folder of the files; null takes checkpoints/ in the run's folder.",
     "checkpoint.filename": "Name of files beside last.ckpt, such as '{step}'; needs save_top_k.",
     "checkpoint.monitor": "Logged value by which the best are chosen.",

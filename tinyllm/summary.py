@@ -1,5 +1,6 @@
-"""A run in four lines before it starts, and one when it is done."""
+"""A run on one screen before it starts, and in a line when it is done."""
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -10,7 +11,10 @@ from tinyllm.module import TinyLLM
 
 
 class RunSummary(Callback):
-    """Says what is trained, on what, for how long, and where the files go."""
+    """Says on what and what is trained, for how long, and where the files go.
+
+    The strategy has just said which backend it takes and why; these lines go on from there.
+    """
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -26,27 +30,52 @@ class RunSummary(Callback):
                 files |= {"last": callback.last_model_path} if callback.last_model_path else {}
                 files |= {"best": callback.best_model_path} if callback.best_model_path else {}
         where = "".join(f"; {name} {path}" for name, path in files.items())
-        rank_zero_info(f"done      {trainer.global_step:,} updates{where}")
+        rank_zero_info(f"done:    {trainer.global_step:,} updates{where}")
 
 
 def _lines(trainer: Trainer, module: TinyLLM, data: TokenDataModule) -> list[str]:
     model, cache = module.config, data.cache
-    rows = data.batch_size * trainer.accumulate_grad_batches
     tokens = len(cache.split("train"))
+    per_update = data.batch_size * trainer.accumulate_grad_batches * data.context
     updates = int(trainer.estimated_stepping_batches)
-    seen = updates * rows * data.context
-    groups = getattr(trainer.strategy, "data_groups", 1)
-    dealt = f"{rows} rows" if groups == 1 else f"{groups} x {rows / groups:g} rows"
-    return [
-        f"model     {model.num_parameters:,} parameters: {_count(model.layers, 'layer')}, width "
+    seen = updates * per_update
+    facts = {
+        "device": f"{_devices(trainer)}, precision {trainer.precision}",
+        "model": f"{model.num_parameters:,} parameters: {_count(model.layers, 'layer')}, width "
         f"{model.width}, {_count(model.heads, 'head')}, feed-forward {model.ffn_width}",
-        f"data      {cache.path}: {tokens:,} tokens to train on, "
+        "workers": getattr(
+            trainer.strategy, "description", f"1, {type(trainer.strategy).__name__}"
+        ),
+        "data": f"{cache.path}: {tokens:,} tokens to train on, "
         f"{len(cache.split('validation')):,} to validate on",
-        f"training  {updates:,} updates of {dealt} of {data.context} tokens = {seen:,} tokens, "
+        "batch": f"{_batch(trainer, data)} of {data.context} tokens = {per_update:,} tokens",
+        "plan": f"{_count(updates, 'update')} = {seen:,} tokens, "
         f"{seen / model.num_parameters:.2g} per parameter, {seen / tokens:.2g} epochs",
-        f"files     {trainer.default_root_dir}",
-    ]
+        "files": str(trainer.default_root_dir),
+    }
+    return [f"{name + ':':<9}{text}" for name, text in facts.items()]
+
+
+def _devices(trainer: Trainer) -> str:
+    """All ranks', which are taken to be alike."""
+    device, ranks = trainer.strategy.root_device, trainer.world_size
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name = f"{properties.name} with {properties.total_memory / (1 << 30):.0f} GiB"
+    else:
+        name = f"{device.type} with {_count(torch.get_num_threads(), 'thread')}"
+    return name if ranks == 1 else f"{ranks} x {name}"
+
+
+def _batch(trainer: Trainer, data: TokenDataModule) -> str:
+    """The rows of an update, and whose they are."""
+    groups = getattr(trainer.strategy, "data_groups", 1)
+    rows = _count(data.batch_size, "row")
+    if groups > 1:
+        rows = f"{groups} x {data.batch_size / groups:g} rows"
+    batches = trainer.accumulate_grad_batches
+    return rows if batches == 1 else f"{batches} x {rows}"
 
 
 def _count(number: int, name: str) -> str:
-    return f"{number} {name}" if number == 1 else f"{number} {name}s"
+    return f"{number:,} {name}" if number == 1 else f"{number:,} {name}s"

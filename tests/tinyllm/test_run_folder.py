@@ -1,6 +1,5 @@
 """What a run leaves in its folder, what it keeps of earlier ones, and what it says."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import yaml
 from lightning.pytorch import Trainer
 from run_files import Run, copy, load, metrics
 
+from tinyllm.data.cache import TokenCache
 from tinyllm.module import TinyLLM
 
 
@@ -134,21 +134,55 @@ def test_lightnings_switches_work(fit: Run, options: list[str]) -> None:
     assert Path("run/metrics.csv").exists() == (options[0][10:] not in ("barebones", "logger"))
 
 
-def test_a_run_introduces_itself_and_says_where_its_files_are(fit: Run) -> None:
-    done = fit("run", "--trainer.max_steps", 2)
-    words = re.findall(r"^(?:INFO: )?(model|data|training|files|done)  ", done.err, re.MULTILINE)
-    assert words == ["model", "data", "training", "files", "done"]
-    count = TinyLLM(config={"layers": 1, "width": 16, "heads": 2, "ffn_width": 32,
-                            "vocab_size": 280, "context": 16}).config.num_parameters  # fmt: skip
-    assert f"{count:,} parameters: 1 layer, width 16, 2 heads" in done.err
-    assert "2 updates of 8 rows of 16 tokens = 256 tokens" in done.err
-    assert "run/checkpoints/last.ckpt" in done.err
+PLAN = """
+backend: native (it needs a Hopper GPU, and this run is on the cpu)
+device:  cpu with 1 thread, precision 32-true
+model:   {parameters:,} parameters: 1 layer, width 16, 2 heads, feed-forward 32
+workers: {workers}
+data:    {cache}: {tokens:,} tokens to train on, {validation:,} to validate on
+batch:   {batch} of 16 tokens = {per_update:,} tokens
+plan:    {updates}, {per_parameter:.2g} per parameter, {epochs:.2g} epochs
+files:   run
+"""
+
+
+def plan(cache: Path, workers: str, batch: str, per_update: int, updates: int) -> str:
+    config = {"layers": 1, "width": 16, "heads": 2, "ffn_width": 32, "vocab_size": 280}
+    parameters = TinyLLM(config=config).config.num_parameters
+    tokens = len(TokenCache.open(cache).split("train"))
+    seen = updates * per_update
+    return PLAN.format(
+        **{"parameters": parameters, "workers": workers, "cache": cache, "tokens": tokens},
+        **{"validation": len(TokenCache.open(cache).split("validation")), "batch": batch},
+        **{"per_update": per_update, "per_parameter": seen / parameters, "epochs": seen / tokens},
+        updates=f"{updates} update{'s' * (updates > 1)} = {seen:,} tokens",
+    )
+
+
+def test_a_run_introduces_itself_and_says_where_its_files_are(fit: Run, text_cache: Path) -> None:
+    done = fit("run", "--trainer.max_steps", 4)
+    said = done.err.replace("INFO: ", "")
+    assert plan(text_cache, "1", "8 rows", 128, 4) in said
+    last, best = "run/checkpoints/last.ckpt", "run/checkpoints/best.ckpt"
+    assert f"\ndone:    4 updates; last {last}; best {best}\n" in said
     for noise in ("TPU", "litlogger", "litmodels", "Trainer.fit` stopped", "not empty", "💡"):
         assert noise not in done.err + done.out
 
 
-def test_a_packed_run_says_how_rows_are_dealt(fit: Run) -> None:
-    options = ["class_path: tinyllm.strategies.DecentralizedStrategy", "init_args: {workers: 2, "]
-    strategy = f"{{{options[0]}, {options[1]}compile: false}}}}"
-    done = fit("run", "--trainer.max_steps", 1, "--trainer.strategy", strategy)
-    assert "1 updates of 2 x 4 rows of 16 tokens" in done.err
+@pytest.mark.parametrize("adaptive", ["", ", adaptive consensus"])
+def test_a_packed_run_says_how_its_workers_train(fit: Run, text_cache: Path, adaptive: str) -> None:
+    strategy = ["class_path: tinyllm.strategies.DecentralizedStrategy"]
+    strategy += ["init_args: {workers: 2, scheme: atc, topology: ring, compile: false}"]
+    options = ["--trainer.accumulate_grad_batches", 3, "--trainer.max_steps", 1]
+    if adaptive:
+        options += ["--trainer.strategy.adaptive_consensus.power", 1]
+    done = fit("run", "--trainer.strategy", f"{{{', '.join(strategy)}}}", *options)
+    workers = f"2: ring, adapt then combine{adaptive}"
+    said = done.err.replace("INFO: ", "")
+    assert plan(text_cache, workers, "3 x 2 x 4 rows", 3 * 128, 1) in said
+
+
+def test_a_strategy_of_lightnings_introduces_itself_too(fit: Run) -> None:
+    done = fit("run", "--trainer.max_steps", 2, "--trainer.strategy", "auto")
+    assert "\nworkers: 1, SingleDeviceStrategy\n" in done.err
+    assert "backend" not in done.err
