@@ -13,14 +13,16 @@ from typing_extensions import override
 
 REDRAW_SECONDS = 0.1
 LINE_SECONDS = 5.0
+_BAR = "{{l_bar}}{{bar}}| {{n_fmt}}/{{total_fmt}} updates [{{elapsed}}<{left}{{postfix}}]"
 
 
 class RunProgressBar(TQDMProgressBar):
-    """One bar for the whole run, with loss, learning rate and tokens per second.
+    """One bar for the whole run, with time left, loss, learning rate and tokens per second.
 
-    They are renewed at log points, whose values have just been read and so are complete. The rate
+    Values are renewed at log points, where they have just been read and so are complete. The rate
     is over the updates since the log point before, without validation and the first update, which
-    may have been compiled. Each validation leaves a line above the bar. Where the output is no
+    may have been compiled; the time left goes by all updates but the first, with validation. Each
+    validation leaves a line above the bar. Where the output is no
     terminal, a line now and then takes the bar's place.
     """
 
@@ -32,6 +34,7 @@ class RunProgressBar(TQDMProgressBar):
         self._planned: int | None = None
         self._tokens = 0
         self._started: float | None = None
+        self._first: tuple[int, float] | None = None  # update, and when it was done
         self._in_lines = False
 
     @override
@@ -44,9 +47,7 @@ class RunProgressBar(TQDMProgressBar):
     @override
     def init_train_tqdm(self) -> Tqdm:
         bar = super().init_train_tqdm()
-        bar.bar_format = (
-            "{l_bar}{bar}| {n_fmt}/{total_fmt} updates [{elapsed}<{remaining}{postfix}]"
-        )
+        bar.bar_format = _BAR.format(left="?")
         return bar
 
     @override
@@ -54,7 +55,7 @@ class RunProgressBar(TQDMProgressBar):
         super().on_train_start(trainer, *args)
         planned = trainer.estimated_stepping_batches
         self._planned = None if math.isinf(planned) else int(planned)
-        self._updates = trainer.global_step
+        self._updates, self._first = trainer.global_step, None
         bar = self.train_progress_bar
         bar.total, bar.initial, bar.n = self._planned, self._updates, self._updates
         bar.refresh()
@@ -85,6 +86,8 @@ class RunProgressBar(TQDMProgressBar):
         if trainer.global_step == self._updates:
             return  # the batch is a part of an update
         self._updates = trainer.global_step
+        if self._first is None:
+            self._first = (self._updates, time.perf_counter())
         metrics = getattr(trainer.strategy, "update_metrics", None)
         if metrics.complete if metrics else trainer._logger_connector.should_update_logs:
             self._renew(trainer)
@@ -95,10 +98,20 @@ class RunProgressBar(TQDMProgressBar):
         if self._in_lines and self._shown:
             values = ", ".join(f"{name} {value}" for name, value in self._shown.items())
             of_all = f" of {self._planned}" if self._planned is not None else ""
-            print(f"update {self._updates}{of_all}: {values}", flush=True)
+            print(f"update {self._updates}{of_all}: {values}, left {self._left()}", flush=True)
         elif self.is_enabled:
+            self.train_progress_bar.bar_format = _BAR.format(left=self._left())
             self.train_progress_bar.n = self._updates
             self.train_progress_bar.set_postfix(self._shown)
+
+    def _left(self) -> str:
+        """Time until the last planned update; a question mark while nothing can be said."""
+        if self._planned is None or self._first is None or self._updates == self._first[0]:
+            return "?"
+        update, then = self._first
+        per_update = (time.perf_counter() - then) / (self._updates - update)
+        left: str = Tqdm.format_interval(per_update * (self._planned - self._updates))
+        return left
 
     def _renew(self, trainer: Trainer) -> None:
         metrics = getattr(trainer.strategy, "update_metrics", None)

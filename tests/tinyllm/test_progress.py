@@ -202,6 +202,49 @@ def test_validation_is_not_in_the_rate(terminal: Screen, monkeypatch: pytest.Mon
     assert tokens == [3 * 32, 1 * 32, 4 * 32]
 
 
+class Seconds:
+    """A clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_time_left_goes_by_all_updates_but_the_first(
+    terminal: Screen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, resumed: bool
+) -> None:
+    """The first takes a minute, as if compiled, then each five seconds, a validation 100."""
+    clock = Seconds()
+    start = None
+    if resumed:
+        start = tmp_path / "at_4.ckpt"
+        fit(Screen(is_terminal=True), max_steps=4).save_checkpoint(start)
+
+    class Slow(TinyLLM):
+        begun = False
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            clock.now += 5.0 if self.begun else 60.0
+            self.begun = True
+
+        def on_validation_start(self) -> None:
+            clock.now += 100.0 * self.begun
+
+    monkeypatch.setattr("tinyllm.progress.time.perf_counter", clock)
+    fit(terminal, Slow(config=CONFIG), ckpt_path=start)
+    shown = dict(re.findall(r"(\d+)/12 updates \[\d+:\d+<([?:\d]+)", terminal.getvalue()))
+    first = 5 if resumed else 1
+    assert shown.pop(str(first - 1)) == shown.pop(str(first)) == "?"
+    for update, left in shown.items():
+        done = int(update) - first
+        seconds = (5.0 * done + 100.0 * (int(update) > 6)) / done * (12 - int(update))
+        assert left == f"{int(seconds) // 60:02}:{int(seconds) % 60:02}", update
+    assert len(shown) == 12 - first
+
+
 @pytest.mark.parametrize("with_logger", [True, False])
 def test_works_under_a_strategy_of_lightnings(
     terminal: Screen, tmp_path: Path, with_logger: bool
@@ -267,7 +310,10 @@ def test_a_file_gets_lines_and_no_bar(log_file: Screen, clock: Clock) -> None:
     assert "\x1b" not in text
     lines = text.splitlines()
     loss = float(trainer.callback_metrics["train/loss"])
-    assert any(re.match(rf"update 12 of 12: loss {loss:.3f}, lr .*, tok/s .*", x) for x in lines)
+    assert any(
+        re.match(rf"update 12 of 12: loss {loss:.3f}, lr .*, tok/s .*, left 00:00", x)
+        for x in lines
+    )
     assert len([line for line in lines if "validation loss" in line]) == 2
     # a second for each look at the clock, of which an update takes at least one
     assert 2 < len(lines) < 12
