@@ -11,12 +11,7 @@ from typing import Any
 import pandas as pd
 
 from tinyllm.acceptance.convergence import convergence_gate
-from tinyllm.acceptance.evidence import (
-    QUALIFICATIONS,
-    EvidenceError,
-    verify_candidate,
-    verify_manifest,
-)
+from tinyllm.acceptance.evidence import QUALIFICATIONS, EvidenceError, verify_all
 from tinyllm.acceptance.gates import GateResult, Verdict, worst
 from tinyllm.acceptance.numerical import numerical_gate
 from tinyllm.acceptance.performance import performance_gate
@@ -154,9 +149,7 @@ def verify_evidence(root: Path) -> None:
         EvidenceError: If one has changed.
     """
     if (root / "manifest.json").is_file():
-        verify_manifest(root)
-        for place in sorted((root / "candidates").glob("[!.]*")):
-            verify_candidate(root, place.name)
+        verify_all(root)
         verify_retained(root)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from tinyllm.acceptance import measure
 from tinyllm.acceptance.convergence import CONTROL
 from tinyllm.acceptance.environment import environment
-from tinyllm.acceptance.evidence import verify_candidate, verify_manifest, write_receipt
+from tinyllm.acceptance.evidence import verify_all, verify_candidate, write_receipt
 from tinyllm.acceptance.measure import CANDIDATE, NATIVE, Bench, job_name
 from tinyllm.acceptance.protocol import Pair
 from tinyllm.acceptance.runs import Job, Summary, read_result, run_jobs
@@ -63,7 +63,7 @@ class Campaign:
         self.root, self.candidate = root, candidate
         self.parallel, self.report = parallel, report
         self._select = tuple(select)
-        manifest = verify_manifest(root)
+        manifest = verify_all(root)
         frozen = None if candidate is None else verify_candidate(root, candidate)
         self._identities = {NATIVE: "", str(candidate): "" if frozen is None else frozen.identity}
         self._bench = Bench(root, manifest, frozen, together=parallel > 1)
@@ -81,10 +81,7 @@ class Campaign:
         Raises:
             EvidenceError: If one has changed.
         """
-        if self.candidate is None:
-            verify_manifest(self.root)
-        else:
-            verify_candidate(self.root, self.candidate)
+        verify_all(self.root)
 
     def names(self, kind: str, allocation: str = "") -> list[str]:
         """Names of all selected work of a kind.

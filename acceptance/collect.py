@@ -11,8 +11,8 @@ from tinyllm.acceptance.convergence import CONVERGENCE_COLUMNS
 from tinyllm.acceptance.evidence import (
     QUALIFICATIONS,
     EvidenceError,
+    verify_all,
     verify_candidate,
-    verify_manifest,
 )
 from tinyllm.acceptance.measure import NATIVE, job_name
 from tinyllm.acceptance.numerical import NUMERICAL_COLUMNS
@@ -37,7 +37,7 @@ def collect(root: Path, candidate: str, folder: Path | None = None) -> dict[str,
         EvidenceError: If anything frozen has changed, or a result was made under another manifest
             or candidate.
     """
-    manifest, frozen = verify_manifest(root), verify_candidate(root, candidate)
+    manifest, frozen = verify_all(root), verify_candidate(root, candidate)
     protocol = manifest.protocol
     identities = {NATIVE: "", candidate: frozen.identity}
 

@@ -242,7 +242,7 @@ def freeze_candidate(
     Raises:
         EvidenceError: If the manifest is absent or anything frozen has changed.
     """
-    manifest = verify_manifest(root)
+    manifest = verify_all(root)
     source = _hashes(base, files)
     content = {
         "format": FORMAT,
@@ -276,6 +276,18 @@ def verify_candidate(root: Path, candidate_id: str) -> Candidate:
         raise EvidenceError(f"{place} was frozen under another manifest")
     _require_same(place / "source", content["source"], hash_tree(place / "source"))
     return Candidate(candidate_id, str(identity), place / "source", content["details"])
+
+
+def verify_all(root: Path) -> Manifest:
+    """The manifest, after every byte of it and of all candidates was checked.
+
+    Raises:
+        EvidenceError: If there is none, or anything has changed.
+    """
+    manifest = verify_manifest(root)
+    for place in sorted((root / "candidates").glob("[!.]*")):
+        verify_candidate(root, place.name)
+    return manifest
 
 
 def write_receipt(root: Path, name: str, content: Mapping[str, Any]) -> Path:

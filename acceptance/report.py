@@ -42,8 +42,8 @@ from tinyllm.acceptance.evidence import (
     EvidenceError,
     hash_file,
     identity_of,
+    verify_all,
     verify_candidate,
-    verify_manifest,
 )
 from tinyllm.acceptance.figure import qualification_figure
 from tinyllm.acceptance.gates import Verdict
@@ -170,7 +170,7 @@ def provenance(evidence: Path, protocol: Protocol, candidate: str | None = None)
     manifest: dict[str, Any] | None = None
     measured: dict[str, Any] | None = None
     if (evidence / "manifest.json").is_file() or candidate is not None:
-        frozen = verify_manifest(evidence)
+        frozen = verify_all(evidence)
         if frozen.protocol.hash != protocol.hash:
             raise EvidenceError(
                 f"{evidence / 'manifest.json'} was frozen for protocol "
