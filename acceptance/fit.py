@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 _LOG_LINES = 5
 _LOOK_SECONDS = 0.02
 _SAVING_SECONDS = 10.0
-_STOPPED_BY_SIGTERM = 143  # exit code of `tinyllm fit`
+_STOPPED = (130, 143)  # exit codes of `tinyllm fit` after Ctrl-C and SIGTERM
 _LIBC = ctypes.CDLL(None)  # loaded here: little may be done between fork and exec
 
 
@@ -103,7 +103,7 @@ class Fit:
         self._process.send_signal(signal.SIGCONT)  # where it stands still
         code = self._process.wait()
         if code:
-            stopped = code < 0 or code == _STOPPED_BY_SIGTERM
+            stopped = code < 0 or code in _STOPPED
             raise RunError(
                 f"{self.folder.name} ended with exit code {code}: {self._last_lines()}",
                 kind=INTERRUPTED if stopped else "failed",
