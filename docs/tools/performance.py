@@ -92,7 +92,7 @@ def _scaled(name: str, value: float) -> str:
         return f"{value / 1e6:.3f}"
     if name.endswith("_bytes"):
         return f"{value / 2**30:.2f}"
-    if name.endswith(("_seconds", "_gib", "_ms")):
+    if name == "ratio" or name.endswith(("_seconds", "_gib", "_ms")):
         return f"{value:.2f}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
@@ -127,11 +127,10 @@ def _with_ratios(rows: list[Row]) -> list[Row]:
         return rows
     done = []
     for row in rows:
-        base = native.get(row.labels[:-1], {}).get(_RATE)
-        rate = row.values.get(_RATE)
-        ratio = {"ratio": rate / base} if base and rate else {}
-        # beside the rate that it belongs to
-        done.append(Row(row.labels, {_RATE: rate, **ratio, **row.values}) if rate else row)
+        base, rate = native.get(row.labels[:-1], {}).get(_RATE), row.values.get(_RATE)
+        compared = base and rate and row.labels[-1] != "native"
+        ratio = {"ratio": rate / base} if compared else {}
+        done.append(Row(row.labels, row.values | ratio))
     return done
 
 
@@ -139,6 +138,9 @@ def _table(rows: list[Row]) -> str:
     """The rows in Markdown: labels, then values, in the order in which they first appear."""
     depth = max(len(row.labels) for row in rows)
     names = list(dict.fromkeys(name for row in rows for name in row.values))
+    if "ratio" in names:
+        names.remove("ratio")
+        names.insert(names.index(_RATE) + 1, "ratio")
     labels = ["case", "backend", *[""] * depth][:depth]
     lines = [
         [*labels, *map(_heading, names)],
