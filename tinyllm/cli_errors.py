@@ -116,6 +116,22 @@ def _explained(message: str, parser: Any) -> str:
     return message
 
 
+def shortened(message: str) -> str:
+    """What a class said when it was made, without what jsonargparse tried before and after.
+
+    Where an option may be of several types, its message lists what went wrong with each of them.
+    """
+    if not message.startswith("Does not validate against any of the Union subtypes"):
+        return message
+    tried = message.partition("\nErrors:\n")[2].partition("\nGiven value type:")[0]
+    reasons = [
+        re.sub(r"^Problem with given class_path '\S+':\s+", "", reason).strip()
+        for reason in re.split(r"^  - ", tried, flags=re.MULTILINE)[1:]
+        if not reason.startswith(("Expected a ", "Not a valid subclass "))
+    ]
+    return "; ".join(reasons) or message
+
+
 def _hint(bad: str, good: Iterable[str]) -> str:
     best = nearest(bad, good)
     return f"; did you mean {best!r}?" if best else ""

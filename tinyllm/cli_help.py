@@ -42,8 +42,9 @@ _TEXTS = {
     "--trainer.strategy.micro_batch_size 4, and --trainer.strategy.help CLASS lists them.",
     "trainer.default_root_dir": "The run's folder, for config.yaml, metrics.csv and checkpoints/. "
     "What another run left there is moved to earlier-1/ and so on.",
-    "trainer.logger": "Where metrics go; null writes metrics.csv into the run's folder, false logs "
-    "nothing.",
+    "trainer.logger": "Where metrics go beside the run's metrics.csv; false logs nothing. For "
+    "example --trainer.logger+=TensorBoardLogger --trainer.logger.save_dir=FOLDER, or "
+    "--trainer.logger+=WandbLogger --trainer.logger.project=NAME.",
     "trainer.enable_model_summary": "Null prints what is trained, on what and for how long; true "
     "prints Lightning's table.",
     "checkpoint.dirpath": "Folder of the files; null takes checkpoints/ in the run's folder.",

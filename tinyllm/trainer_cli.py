@@ -5,7 +5,7 @@ import logging
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from typing_extensions import override
 
 from tinyllm.checkpoint import find_checkpoint, read_checkpoint
-from tinyllm.cli_errors import SuggestionsMixin, known_classes, nearest
+from tinyllm.cli_errors import SuggestionsMixin, known_classes, nearest, shortened
 from tinyllm.cli_help import explain
 from tinyllm.data.module import TokenDataModule
 from tinyllm.logger import RunLogger
@@ -159,8 +160,8 @@ class TinyLLMCLI(LightningCLI):
         bare, fitting = given["barebones"], self._command == "fit"
         own = given["callbacks"] or []
         callbacks = list(own) if isinstance(own, list) else [own]
-        if given["logger"] is None and not bare:
-            kwargs["logger"] = RunLogger(given["default_root_dir"]) if fitting else False
+        if not bare:
+            kwargs["logger"] = _loggers(given["logger"], given["default_root_dir"], fitting)
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if given["enable_progress_bar"] is not False and not bare and not has_bar:
             callbacks.append(RunProgressBar())
@@ -232,6 +233,23 @@ def _interrupted_between_updates(trainer: Trainer) -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
+def _loggers(given: Any, folder: str | Path, fitting: bool) -> list[Logger]:
+    """A run's own log first, which decides where the run's files lie, and then what is asked for.
+
+    Args:
+        given: Loggers of the configuration, or one; a Boolean or None stands for the usual.
+        folder: The run's.
+        fitting: Whether a run is recorded; evaluations go to the loggers of the configuration.
+    """
+    if given is False:
+        return []
+    others = [] if given is None or given is True else given
+    others = list(others) if isinstance(others, Iterable) else [others]
+    if not fitting or any(isinstance(logger, RunLogger) for logger in others):
+        return others
+    return [RunLogger(folder), *others]
+
+
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether a message of Lightning's says more than an advertisement or than we say ourselves."""
     message = record.getMessage()
@@ -279,7 +297,7 @@ def run_trainer_command(name: str, args: list[str]) -> None:
         TinyLLMCLI(name, args)
     except SIGTERMException:
         raise SystemExit(143) from None
-    except MisconfigurationException as error:
-        raise ValueError(str(error)) from error
+    except (MisconfigurationException, ValueError) as error:
+        raise ValueError(shortened(str(error))) from error
     finally:
         sys.argv = given

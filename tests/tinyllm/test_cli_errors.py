@@ -192,7 +192,7 @@ def test_pitfall_8_the_commands_around_training(command: Any, args: list[str], s
         (["--data.context", "17"], "data.context is 17 and the model's context 16"),
         (["--model.config.vocab_size", "100"], "token ids and the model 100"),
         (["--model.optimizer.lr", "-1"], "lr -1.0"),
-        (["--trainer.strategy.micro_batch_size", "0"], "micro_batch_size is 0"),
+        (["--trainer.strategy.micro_batch_size", "0"], "error: micro_batch_size is 0"),
         (["--trainer.precision", "bf16-true"], "precision 'bf16-true' is not supported"),
         (["--trainer.gradient_clip_algorithm", "value"], "use gradient_clip_algorithm='norm'"),
         (["--ckpt_path", "nowhere.ckpt"], "there is no checkpoint at nowhere.ckpt"),
