@@ -179,6 +179,14 @@ def test_a_wrong_command_is_noticed(command: str, folder: Path) -> None:
         check(command)
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_to_files(page: str) -> None:
+    """Where no site is built; those of the site's pages are checked in it."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert [link for link in links if not (ROOT / link.partition("#")[0]).exists()] == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_are_of_a_kind_that_is_checked(page: str) -> None:
     for block in blocks(page):
