@@ -60,6 +60,7 @@ _FUNCTION_MODULES = {
     "generate": "tinyllm.generate",
     "export": "tinyllm.export",
     "topology": "tinyllm.strategies.topology_report",
+    "completion": "tinyllm.completion",
 }
 
 
@@ -82,6 +83,7 @@ COMMANDS = {
     "topology": Command("Show a topology's mixing matrices and numbers.", _function_command),
     "accept": Command("Decide by frozen gates if a backend may replace another.", _accept_command),
     "doctor": Command("Print what a bug report needs to say about a machine.", _doctor_command),
+    "completion": Command("Print a script for a shell to complete commands.", _function_command),
 }
 
 
