@@ -68,7 +68,7 @@ docs-serve: install  ## show the site on this machine, and renew it while you wr
 lock:  ## renew requirements.lock from the ranges in setup.cfg
 	rm -rf $(LOCK_VENV)
 	$(PYTHON) -m venv $(LOCK_VENV)
-	$(LOCK_VENV)/bin/pip install --quiet --editable '.[data,report,slurm,docs,test,lint]' setuptools packaging $(HELD)
+	$(LOCK_VENV)/bin/pip install --quiet --editable '.[data,report,slurm,hf,docs,test,lint]' setuptools packaging $(HELD)
 	$(LOCK_VENV)/bin/python .ci/lock.py > requirements.lock.new
 	mv requirements.lock.new requirements.lock
 	rm -rf $(LOCK_VENV)

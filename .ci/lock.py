@@ -21,6 +21,7 @@ EXTRAS = {  # the extras that the quickstart, the tests, the linters and the sit
     "data": "reading and tokenizing text (extra: data)",
     "report": "figures and evidence files (extra: report)",
     "slurm": "jobs on Slurm (extra: slurm)",
+    "hf": "models of Hugging Face's (extra: hf)",
     "docs": "the documentation site (extra: docs)",
     "test": "tests (extra: test)",
     "lint": "linters and type stubs (extra: lint)",

@@ -41,7 +41,7 @@ def declared_requirements() -> list[Requirement]:
     """The core requirements and those of every extra that the lock covers."""
     setup = setup_cfg()
     extras = setup["options.extras_require"]
-    covered = [extras[name] for name in ("data", "report", "slurm", "docs", "test", "lint")]
+    covered = [extras[name] for name in ("data", "report", "slurm", "hf", "docs", "test", "lint")]
     lines = "\n".join([setup["options"]["install_requires"], *covered]).splitlines()
     build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]
     return [Requirement(line) for line in [*lines, *build["requires"]] if line]
