@@ -90,12 +90,17 @@ def check_torchrun(args: list[str]) -> None:
 def check_pip(args: list[str]) -> None:
     """The extras of the package that are to be installed from here."""
     assert args[0] == "install"
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg", encoding="utf-8")
     for name in args[1:]:
         wanted = Requirement(name.replace(".", "tinyllm", 1))
         assert wanted.name == "tinyllm"
-        assert wanted.extras <= set(setup["options.extras_require"])
+        assert wanted.extras <= extras()
+
+
+def extras() -> set[str]:
+    """What can stand in brackets behind the package's name."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    return set(setup["options.extras_require"])
 
 
 def check_file(args: list[str]) -> None:
@@ -138,7 +143,7 @@ def check(command: str) -> None:
     """One command of a shell."""
     for name, value in VARIABLES.items():
         command = command.replace(name, value)
-    program, *args = shlex.split(command, comments=True)
+    program, *args = shlex.split(command.partition(" > ")[0], comments=True)
     assert program in CHECKS, f"{program!r} is new here: say in CHECKS how it is checked"
     CHECKS[program](args)
 
@@ -185,6 +190,12 @@ def test_links_lead_to_files(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     assert [link for link in links if not (ROOT / link.partition("#")[0]).exists()] == []
+
+
+def test_every_extra_is_explained() -> None:
+    text = (ROOT / "docs" / "start" / "install.md").read_text(encoding="utf-8")
+    explained = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    assert explained == extras() - {"test", "lint"}  # of those who work on the library
 
 
 @pytest.mark.parametrize("page", PAGES)

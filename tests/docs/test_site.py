@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
-from conftest import Site
+from conftest import ROOT, Site
 
 
 class Page(HTMLParser):
@@ -104,6 +104,13 @@ def test_every_page_shows_its_source(site: Site, pages: dict[Path, Page]) -> Non
 def test_figures_have_pictures(site: Site) -> None:
     page = Page(site.folder / "concepts" / "decentralized" / "index.html")
     assert len([src for src in page.pictures if src.endswith(".svg")]) == 5
+
+
+def test_what_is_extracted_by_lines_is_what_is_meant(site: Site) -> None:
+    text = (site.folder / "sources" / "guides" / "kernel.md.txt").read_text(encoding="utf-8")
+    assert 'kernels/swiglu.py:-2:"' in text
+    lines = (ROOT / "kernels" / "swiglu.py").read_text(encoding="utf-8").splitlines()[-2:]
+    assert ["= Operation(" in line for line in lines] == [True, True]
 
 
 def test_formulas_are_shown_without_a_script(site: Site) -> None:
