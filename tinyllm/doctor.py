@@ -67,7 +67,7 @@ def _torch() -> Lines:
     yield "torch", _installed("torch")
     import torch
 
-    cuda = torch.version.cuda  # type: ignore[attr-defined]
+    cuda = torch.version.cuda
     yield "CUDA", f"torch is built for {cuda}" if cuda else "torch is built without it"
 
 

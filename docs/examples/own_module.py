@@ -28,4 +28,5 @@ trainer = Trainer(
     strategy=DecentralizedStrategy(workers=2, topology="complete"), devices=2, max_epochs=10
 )
 trainer.fit(module, DataLoader(TensorDataset(x, 3 * x + 1), batch_size=16, shuffle=True))
-print(f"y = {module.layer.weight.item():.2f}x + {module.layer.bias.item():.2f}")
+if trainer.is_global_zero:  # the other rank runs this file, too
+    print(f"y = {module.layer.weight.item():.2f}x + {module.layer.bias.item():.2f}")
