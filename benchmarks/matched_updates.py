@@ -11,6 +11,7 @@ between whole runs; this needs a minute or two for 24 workloads.
 """
 
 import csv
+import gc
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -150,6 +151,8 @@ def compare(workload: Workload) -> Iterator[dict[str, Any]]:
                     "worker": worker,
                     **{q: ((b[q] - a[q]).norm() / a[q].norm()).item() for q in QUANTITIES},
                 }
+    for side in engines.values():
+        side.engine.release()
 
 
 def main() -> None:
@@ -172,6 +175,7 @@ def main() -> None:
                     if not row[quantity] < limits.get(quantity, float("inf")):
                         print(f"{name}: {quantity} {row[quantity]:.3g} in {row}")
             output.flush()
+            gc.collect()
             torch.cuda.empty_cache()
             print(name, flush=True)
     for (comparison, quantity), value in sorted(worst.items()):
