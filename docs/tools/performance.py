@@ -1,16 +1,18 @@
-"""Performance pages of the site, from the result files of ``benchmarks/``; a hook of mkdocs.
+"""Performance pages of the site, from the results in ``benchmarks/``; a hook of mkdocs.
 
-A result file is named ``what_hardware_date.json``. The newest of each what and hardware stands on
-the page of results, the others on that of earlier reports. A qualification, a folder of
-``benchmarks/`` with a ``qualification.md``, becomes a page of its own.
+A result is named ``what_hardware_date``: a JSON file, a CSV file, or a folder with a JSON file,
+tables and figures. The newest of each what and hardware stands on the page of results, the others
+on that of earlier reports. A qualification, a folder with a ``qualification.md``, becomes a page of
+its own.
 """
 
+import ast
 import csv
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from mkdocs.structure.files import File, Files
 
 _NAME = re.compile(r"(?P<what>.+)_(?P<hardware>[^_]+)_(?P<date>\d{4}-\d{2}-\d{2})")
 _RATE = "tokens_per_second"
+_LONG_TABLE_ROWS = 25  # longer ones are folded
 _COLORS = {"native": "#6e7781", "gh200": "#1f6feb"}
 _INK = "#24292f"
 _INTRODUCTION = """\
@@ -49,38 +52,88 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """One result file."""
+    """One result.
 
-    path: Path
+    Attributes:
+        name: Of its file or folder, without a suffix.
+        what, hardware, date: The parts of the name.
+        content: What its JSON file holds, or a CSV file's rows.
+        files: Tables and figures that belong to it, by name.
+    """
+
+    name: str
     what: str
     hardware: str
     date: str
     content: dict[str, Any]
+    files: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> "Report":
-        """Reads a file; its name says what it is about."""
-        match = _NAME.fullmatch(path.stem)
+        """Reads a result; its name says what it is about."""
+        match = _NAME.fullmatch(path.name if path.is_dir() else path.stem)
         if match is None:
-            raise PluginError(f"{path} is not named what_hardware_date.json, with the date Y-M-D")
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return cls(path, **match.groupdict(), content=content)
+            raise PluginError(f"{path} is not named what_hardware_date, with the date Y-M-D")
+        paths = [p for p in sorted(path.iterdir()) if p.is_file()] if path.is_dir() else [path]
+        texts = {p: p.read_text(encoding="utf-8") for p in paths}
+        content: dict[str, Any] = {}
+        for file, text in texts.items():
+            if file.suffix == ".json":
+                content |= json.loads(text)
+        if not content:  # tables alone
+            for file, text in texts.items():
+                if file.suffix == ".csv":
+                    rows = csv.DictReader(text.splitlines())
+                    content[file.stem] = [{k: _value(v) for k, v in row.items()} for row in rows]
+        if "method" not in content:
+            content["method"] = _docstring(path.with_name(f"{match['what']}.py"))
+        name = match[0]
+        files = {p.name if p.stem == name else f"{name}-{p.name}": t for p, t in texts.items()}
+        return cls(name, **match.groupdict(), content=content, files=files)
 
     @property
-    def sections(self) -> list[tuple[str, list[Row]]]:
-        """Tables with their titles: one, or one for each of a file's runs."""
-        runs = self.content.get("runs", [self.content])
-        return [(str(run.get("code", "")), list(_rows(run.get("cases", run)))) for run in runs]
+    def tables(self) -> list[tuple[str, list[Row]]]:
+        """Tables with their titles."""
+        found = []
+        for run in self.content.get("runs", [self.content]):
+            for key, value in run.items():
+                rows = list(_rows(value))
+                if rows:
+                    title = run.get("code", "") if key == "cases" else key.replace("_", " ")
+                    found.append((str(title), rows))
+        return found
 
 
-def _rows(node: Mapping[str, Any], labels: tuple[str, ...] = ()) -> Iterator[Row]:
-    """Every dictionary of numbers below a node, under the keys that lead to it."""
-    for key, value in node.items():
-        if isinstance(value, Mapping):
-            if any(isinstance(v, int | float) for v in value.values()):
-                yield Row((*labels, key), dict(value))
-            else:
-                yield from _rows(value, (*labels, key))
+def _value(text: str) -> Any:
+    """A cell of a CSV file."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _docstring(script: Path) -> str:
+    """How a script says that it measures."""
+    if not script.is_file():
+        return ""
+    return ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+
+
+def _rows(node: Any, labels: tuple[str, ...] = ()) -> Iterator[Row]:
+    """Every dictionary of numbers in a node, under the keys or the names that lead to it."""
+    if isinstance(node, Mapping):
+        if labels and any(isinstance(v, int | float) for v in node.values()):
+            yield Row(labels, dict(node))
+            return
+        for key, value in node.items():
+            yield from _rows(value, (*labels, str(key)))
+    elif isinstance(node, list) and all(isinstance(item, Mapping) for item in node):
+        for item in node:
+            name = next((k for k, v in item.items() if isinstance(v, str)), None)
+            values = {k: v for k, v in item.items() if k != name}
+            yield Row((*labels, str(item.get(name, ""))), values)
 
 
 # --- tables -----------------------------------------------------------------------------------
@@ -92,7 +145,7 @@ def _scaled(name: str, value: float) -> str:
         return f"{value / 1e6:.3f}"
     if name.endswith("_bytes"):
         return f"{value / 2**30:.2f}"
-    if name == "ratio" or name.endswith(("_seconds", "_gib", "_ms")):
+    if name == "ratio" or name.endswith(("_gib", "_ms")):
         return f"{value:.2f}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
@@ -141,9 +194,9 @@ def _table(rows: list[Row]) -> str:
     if "ratio" in names:
         names.remove("ratio")
         names.insert(names.index(_RATE) + 1, "ratio")
-    labels = ["case", "backend", *[""] * depth][:depth]
+    labels = (["case", "backend"] if _RATE in names else []) + [""] * depth
     lines = [
-        [*labels, *map(_heading, names)],
+        [*labels[:depth], *map(_heading, names)],
         [*["---"] * depth, *["---:"] * len(names)],
         *(
             [
@@ -159,14 +212,14 @@ def _table(rows: list[Row]) -> str:
 
 def _csv(report: Report) -> str:
     """All numbers of a report, unrounded; lists are written with spaces between their items."""
-    sections = [(title, row) for title, rows in report.sections for row in rows]
-    depth = max((len(row.labels) for _, row in sections), default=0)
-    names = list(dict.fromkeys(name for _, row in sections for name in row.values))
+    rows = [(title, row) for title, table in report.tables for row in table]
+    depth = max((len(row.labels) for _, row in rows), default=0)
+    names = list(dict.fromkeys(name for _, row in rows for name in row.values))
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     labels = ["case", "backend", *(f"label_{i}" for i in range(2, depth))][:depth]
-    writer.writerow(["run", *labels, *names])
-    for title, row in sections:
+    writer.writerow(["table", *labels, *names])
+    for title, row in rows:
         values = (row.values.get(name, "") for name in names)
         cells = (" ".join(map(str, v)) if isinstance(v, list) else v for v in values)
         writer.writerow([title, *row.labels, *[""] * (depth - len(row.labels)), *cells])
@@ -214,47 +267,51 @@ def _chart(rows: list[Row]) -> str | None:
 
 def _section(report: Report, generated: dict[str, str]) -> str:
     """One report; what it shows beside its text is added to ``generated``."""
-    stem, content = report.path.stem, report.content
-    generated[f"{stem}.csv"] = _csv(report)
-    generated[f"{stem}.json"] = report.path.read_text(encoding="utf-8")
-    facts = {
-        key: str(value)
-        for key, value in content.items()
-        if isinstance(value, str | int | float) and key != "method"
-    }
+    name, content = report.name, report.content
+    generated |= report.files
     hardware = re.sub(r"X(\d+)$", " \N{MULTIPLICATION SIGN} \\1", report.hardware.upper())
     parts = [f"## {report.what.replace('_', ' ')}, {hardware}, {report.date}"]
-    parts.append(", ".join(f"{key} {value}" for key, value in facts.items()))
-    for number, (title, rows) in enumerate(report.sections):
-        if not rows:
-            continue
+    facts = {k: v for k, v in content.items() if isinstance(v, str | int | float) and k != "method"}
+    parts.append(", ".join(f"{k.replace('_', ' ')} {_cell(k, v)}" for k, v in facts.items()))
+    parts += [f"![{report.what}]({file})" for file in report.files if file.endswith(".svg")]
+    for number, (title, rows) in enumerate(report.tables):
         if title:
             parts.append(f"**{title[0].upper()}{title[1:]}**")
         chart = _chart(rows)
         if chart is not None:
-            image = f"{stem}-{number}.svg"
+            image = f"{name}-{number}.svg"
             generated[image] = chart
             cases = ", ".join(dict.fromkeys(row.labels[0] for row in rows))
             parts.append(f"![Tokens per second of {cases}]({image})")
-        parts.append(_table(_with_ratios(rows)))
+        table = _table(_with_ratios(rows))
+        parts.append(_folded(f"{len(rows)} rows", table) if len(rows) > _LONG_TABLE_ROWS else table)
     method = str(content.get("method", "")).strip()
     if method:
-        indented = "\n".join(f"    {line}" if line else "" for line in method.splitlines())
-        parts.append(f'??? note "Method"\n\n    ```text\n{indented}\n    ```')
-    parts.append(f"Unrounded: [CSV]({stem}.csv) · as written: [JSON]({stem}.json)")
-    return "\n\n".join(parts) + "\n"
+        parts.append(_folded("Method", f"```text\n{method}\n```"))
+    if not any(file.endswith(".csv") for file in report.files):
+        generated[f"{name}.csv"] = _csv(report)
+    linked = [file for file in {**report.files, f"{name}.csv": ""} if file in generated]
+    kinds = [f"[{file.rpartition('.')[2].upper()}]({file})" for file in linked]
+    parts.append(f"All numbers, unrounded: {', '.join(kinds)}")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _folded(title: str, text: str) -> str:
+    """A block that opens on a click."""
+    indented = "\n".join(f"    {line}" if line else "" for line in text.splitlines())
+    return f'??? note "{title}"\n\n{indented}'
 
 
 def pages(benchmarks: Path) -> dict[str, str]:
     """Files of the site's folder ``performance``, by name: pages, charts and tables.
 
     Args:
-        benchmarks: The folder with the result files.
+        benchmarks: The folder with the results.
 
     Raises:
-        PluginError: If a file is not named as results are.
+        PluginError: If one is not named as results are.
     """
-    reports = sorted(map(Report.read, benchmarks.glob("*.json")), key=lambda r: (r.what, r.date))
+    reports = sorted(map(Report.read, _results(benchmarks)), key=lambda r: (r.what, r.date))
     newest = {(report.what, report.hardware): report for report in reports}
     current = list(newest.values())
     earlier = [report for report in reversed(reports) if report not in current]
@@ -264,6 +321,13 @@ def pages(benchmarks: Path) -> dict[str, str]:
     generated["index.md"] = "\n".join([_INTRODUCTION, *(shown or ["There are no results yet.\n"])])
     generated["archive.md"] = "\n".join([_ARCHIVE, *(archived or ["There are none yet.\n"])])
     return generated
+
+
+def _results(benchmarks: Path) -> Sequence[Path]:
+    """Files and folders that hold results."""
+    folders = [p for p in benchmarks.iterdir() if p.is_dir() and not p.name.startswith("__")]
+    own = [folder for folder in folders if folder not in _qualifications(benchmarks)]
+    return sorted([*benchmarks.glob("*.json"), *benchmarks.glob("*.csv"), *own])
 
 
 def _qualifications(benchmarks: Path) -> list[Path]:

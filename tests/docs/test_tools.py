@@ -66,7 +66,7 @@ def test_tables_hold_the_numbers_in_their_units(benchmarks: Path) -> None:
 def test_tables_are_there_unrounded(benchmarks: Path) -> None:
     found = pages(benchmarks)
     rows = list(csv.DictReader(found["fit_h200x2_2025-12-30.csv"].splitlines()))
-    assert [row["run"] for row in rows] == ["before", "after"]
+    assert [row["table"] for row in rows] == ["before", "after"]
     assert float(rows[1]["tokens_per_second"]) == 4e6
     assert [float(x) for x in rows[0]["windows_tokens_per_second"].split()] == [1.8e6, 2e6, 2.2e6]
     for name in ("index.md", "archive.md"):
@@ -78,6 +78,33 @@ def test_a_file_of_another_name_is_refused(benchmarks: Path) -> None:
     (benchmarks / "mine.json").write_text("{}")
     with pytest.raises(PluginError, match=r"mine.json is not named what_hardware_date"):
         pages(benchmarks)
+
+
+def test_a_folder_of_tables_and_figures_is_a_report(benchmarks: Path) -> None:
+    folder = benchmarks / "roofline_h200_2026-01-01"
+    folder.mkdir()
+    parts = [{"name": f"part {i}", "count": i, "total_seconds": 0.0012} for i in range(30)]
+    content = {"gpu": "H200", "update_seconds": 0.04, "method": METHOD, "parts": parts}
+    (folder / "roofline.json").write_text(json.dumps(content))
+    (folder / "roofline.csv").write_text("name,count\n")
+    (folder / "roofline.svg").write_text("<svg/>")
+    found = pages(benchmarks)
+    section = found["index.md"].partition("## roofline")[2]
+    assert section.startswith(", H200, 2026-01-01\n\ngpu H200, update seconds 0.04\n")
+    assert "![roofline](roofline_h200_2026-01-01-roofline.svg)" in section
+    assert '??? note "30 rows"' in section
+    assert "    | part 7 | 7 | 0.0012 |\n" in section
+    assert "[CSV](roofline_h200_2026-01-01-roofline.csv)" in section
+    assert found["roofline_h200_2026-01-01-roofline.csv"] == "name,count\n"
+
+
+def test_a_table_alone_is_a_report_and_its_script_tells_the_method(benchmarks: Path) -> None:
+    (benchmarks / "matched_h200_2026-01-01.csv").write_text("workload,loss\na,0.5\nb,0.25\n")
+    (benchmarks / "matched.py").write_text('"""Do they match?"""\n')
+    section = pages(benchmarks)["index.md"].partition("## matched")[2]
+    assert "| a | 0.5 |\n| b | 0.25 |" in section
+    assert "Do they match?" in section
+    assert "[CSV](matched_h200_2026-01-01.csv)" in section
 
 
 def test_no_results_make_pages_too(tmp_path: Path) -> None:
