@@ -23,6 +23,7 @@ from mkdocs.structure.files import File, Files
 _NAME = re.compile(r"(?P<what>.+)_(?P<hardware>[^_]+)_(?P<date>\d{4}-\d{2}-\d{2})")
 _RATE = "tokens_per_second"
 _LONG_TABLE_ROWS = 25  # longer ones are folded
+_FEW_KINDS = 6
 _COLORS = {"native": "#6e7781", "gh200": "#1f6feb"}
 _INK = "#24292f"
 _INTRODUCTION = """\
@@ -99,9 +100,15 @@ class Report:
             for key, value in run.items():
                 rows = list(_rows(value))
                 if rows:
-                    title = run.get("code", "") if key == "cases" else key.replace("_", " ")
+                    plain = key in ("cases", self.name)  # there is no more to say
+                    title = run.get("code", "") if plain else key.replace("_", " ")
                     found.append((str(title), rows))
         return found
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether it measures how fast training is."""
+        return any(_RATE in row.values for _, rows in self.tables for row in rows)
 
 
 def _value(text: str) -> Any:
@@ -156,7 +163,7 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, int | float):
         return _scaled(name, value)
     if isinstance(value, list) and value and all(isinstance(v, int | float) for v in value):
-        return f"{_scaled(name, min(value))} \N{EN DASH} {_scaled(name, max(value))}"
+        return f"{_scaled(name, min(value))}\N{NO-BREAK SPACE}\N{EN DASH}\N{NO-BREAK SPACE}{_scaled(name, max(value))}"
     return str(value)
 
 
@@ -208,6 +215,22 @@ def _table(rows: list[Row]) -> str:
         ),
     ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _largest(rows: list[Row]) -> str:
+    """For a long table the largest of each measured number, by what tells a few kinds of row."""
+    texts = {name for row in rows for name, value in row.values.items() if isinstance(value, str)}
+    kinds = {name: {row.values.get(name) for row in rows} for name in sorted(texts)}
+    name = min(kinds, key=lambda name: len(kinds[name]), default=None)
+    if name is None or not 1 < len(kinds[name]) <= _FEW_KINDS:
+        return ""
+    columns = [key for key, value in rows[0].values.items() if isinstance(value, float)]
+    largest = []
+    for kind in dict.fromkeys(row.values[name] for row in rows):
+        own = [row.values for row in rows if row.values[name] == kind]
+        values = {key: max(float(v[key]) for v in own) for key in columns}
+        largest.append(Row((str(kind),), values))
+    return "The largest of each:\n\n" + _table(largest)
 
 
 def _csv(report: Report) -> str:
@@ -269,8 +292,7 @@ def _section(report: Report, generated: dict[str, str]) -> str:
     """One report; what it shows beside its text is added to ``generated``."""
     name, content = report.name, report.content
     generated |= report.files
-    hardware = re.sub(r"X(\d+)$", " \N{MULTIPLICATION SIGN} \\1", report.hardware.upper())
-    parts = [f"## {report.what.replace('_', ' ')}, {hardware}, {report.date}"]
+    parts = [f"## {_title(report.name)}"]
     facts = {k: v for k, v in content.items() if isinstance(v, str | int | float) and k != "method"}
     parts.append(", ".join(f"{k.replace('_', ' ')} {_cell(k, v)}" for k, v in facts.items()))
     parts += [f"![{report.what}]({file})" for file in report.files if file.endswith(".svg")]
@@ -284,7 +306,10 @@ def _section(report: Report, generated: dict[str, str]) -> str:
             cases = ", ".join(dict.fromkeys(row.labels[0] for row in rows))
             parts.append(f"![Tokens per second of {cases}]({image})")
         table = _table(_with_ratios(rows))
-        parts.append(_folded(f"{len(rows)} rows", table) if len(rows) > _LONG_TABLE_ROWS else table)
+        if len(rows) <= _LONG_TABLE_ROWS:
+            parts.append(table)
+        else:
+            parts += [_largest(rows), _folded(f"All {len(rows)} rows", table)]
     method = str(content.get("method", "")).strip()
     if method:
         parts.append(_folded("Method", f"```text\n{method}\n```"))
@@ -294,6 +319,15 @@ def _section(report: Report, generated: dict[str, str]) -> str:
     kinds = [f"[{file.rpartition('.')[2].upper()}]({file})" for file in linked]
     parts.append(f"All numbers, unrounded: {', '.join(kinds)}")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _title(name: str) -> str:
+    """``what_hardware_date`` as it is read."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return name
+    hardware = re.sub(r"X(\d+)$", " \N{MULTIPLICATION SIGN} \\1", match["hardware"].upper())
+    return f"{match['what'].replace('_', ' ')}, {hardware}, {match['date']}"
 
 
 def _folded(title: str, text: str) -> str:
@@ -313,12 +347,18 @@ def pages(benchmarks: Path) -> dict[str, str]:
     """
     reports = sorted(map(Report.read, _results(benchmarks)), key=lambda r: (r.what, r.date))
     newest = {(report.what, report.hardware): report for report in reports}
-    current = list(newest.values())
+    # rates of training first, then by date
+    current = sorted(newest.values(), key=lambda r: (r.has_rates, r.date), reverse=True)
     earlier = [report for report in reversed(reports) if report not in current]
     generated: dict[str, str] = {}
     shown = [_section(report, generated) for report in current]
     archived = [_section(report, generated) for report in earlier]
-    generated["index.md"] = "\n".join([_INTRODUCTION, *(shown or ["There are no results yet.\n"])])
+    index = [_INTRODUCTION]
+    if qualified := _qualified(benchmarks):
+        index.append("Both backends by the gates of a qualification:\n")
+        index += [f"- [{_title(f.name)}]({f.name}/qualification.md)" for f in qualified]
+        index.append("")
+    generated["index.md"] = "\n".join([*index, *(shown or ["There are no results yet.\n"])])
     generated["archive.md"] = "\n".join([_ARCHIVE, *(archived or ["There are none yet.\n"])])
     return generated
 
@@ -326,22 +366,21 @@ def pages(benchmarks: Path) -> dict[str, str]:
 def _results(benchmarks: Path) -> Sequence[Path]:
     """Files and folders that hold results."""
     folders = [p for p in benchmarks.iterdir() if p.is_dir() and not p.name.startswith("__")]
-    own = [folder for folder in folders if folder not in _qualifications(benchmarks)]
+    own = [folder for folder in folders if folder not in _qualified(benchmarks)]
     return sorted([*benchmarks.glob("*.json"), *benchmarks.glob("*.csv"), *own])
 
 
-def _qualifications(benchmarks: Path) -> list[Path]:
+def _qualified(benchmarks: Path) -> list[Path]:
     return sorted(path.parent for path in benchmarks.glob("*/qualification.md"))
 
 
 def on_config(config: MkDocsConfig) -> None:
     """Adds the qualifications to the navigation."""
-    found = _qualifications(_benchmarks(config))
+    found = _qualified(_benchmarks(config))
     if found:
         section = next(entry for entry in config.nav or [] if "Performance" in entry)
         section["Performance"][1:1] = [
-            {f"Qualification {folder.name}": f"performance/{folder.name}/qualification.md"}
-            for folder in found
+            {_title(folder.name): f"performance/{folder.name}/qualification.md"} for folder in found
         ]
 
 
@@ -350,7 +389,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     benchmarks = _benchmarks(config)
     for name, content in pages(benchmarks).items():
         files.append(File.generated(config, f"performance/{name}", content=content))
-    for folder in _qualifications(benchmarks):
+    for folder in _qualified(benchmarks):
         for path in (p for p in folder.iterdir() if p.suffix in (".md", ".svg", ".csv", ".json")):
             name = f"performance/{folder.name}/{path.name}"
             files.append(File.generated(config, name, abs_src_path=str(path)))

@@ -58,7 +58,8 @@ def test_tables_hold_the_numbers_in_their_units(benchmarks: Path) -> None:
     lines = pages(benchmarks)["index.md"].splitlines()
     heading = next(line for line in lines if line.startswith("| case | backend |"))
     assert "M tokens/s | ratio to native | windows, M tokens/s | updates | startup, s |" in heading
-    assert "| a | gh200 | 3.000 | 2.00 | 2.700 \N{EN DASH} 3.300 | 12 |  |" in lines
+    to = "\N{NO-BREAK SPACE}\N{EN DASH}\N{NO-BREAK SPACE}"
+    assert f"| a | gh200 | 3.000 | 2.00 | 2.700{to}3.300 | 12 |  |" in lines
     assert any(line.startswith("| a | native | 1.500 |  |") for line in lines)
     assert any(line.startswith("| a | 4.000 |") and "| 2.00 |" in line for line in lines)
 
@@ -92,7 +93,7 @@ def test_a_folder_of_tables_and_figures_is_a_report(benchmarks: Path) -> None:
     section = found["index.md"].partition("## roofline")[2]
     assert section.startswith(", H200, 2026-01-01\n\ngpu H200, update seconds 0.04\n")
     assert "![roofline](roofline_h200_2026-01-01-roofline.svg)" in section
-    assert '??? note "30 rows"' in section
+    assert '??? note "All 30 rows"' in section
     assert "    | part 7 | 7 | 0.0012 |\n" in section
     assert "[CSV](roofline_h200_2026-01-01-roofline.csv)" in section
     assert found["roofline_h200_2026-01-01-roofline.csv"] == "name,count\n"
@@ -105,6 +106,23 @@ def test_a_table_alone_is_a_report_and_its_script_tells_the_method(benchmarks: P
     assert "| a | 0.5 |\n| b | 0.25 |" in section
     assert "Do they match?" in section
     assert "[CSV](matched_h200_2026-01-01.csv)" in section
+
+
+def test_of_a_long_table_the_largest_are_shown(benchmarks: Path) -> None:
+    lines = [f"case {i},{'left' if i % 2 else 'right'},{i},{i / 8}" for i in range(40)]
+    text = "\n".join(["name,side,update,distance", *lines])
+    (benchmarks / "long_h200_2026-01-01.csv").write_text(text)
+    section = pages(benchmarks)["index.md"].partition("## long")[2].partition("??? note")[0]
+    assert section.endswith("| right | 4.75 |\n| left | 4.875 |\n\n")
+
+
+def test_qualifications_have_pages_of_their_own(benchmarks: Path) -> None:
+    folder = benchmarks / "pilot_h200_2026-01-01"
+    folder.mkdir()
+    (folder / "qualification.md").write_text("# Qualification\n")
+    shown = pages(benchmarks)["index.md"]
+    assert "- [pilot, H200, 2026-01-01](pilot_h200_2026-01-01/qualification.md)" in shown
+    assert "## pilot" not in shown
 
 
 def test_no_results_make_pages_too(tmp_path: Path) -> None:
