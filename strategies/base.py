@@ -221,8 +221,9 @@ class ArenaStrategy(ProcessStrategy):
         trainer = self._trainer
         result = closure()
         self.engine.finish_gradients(self._gradients_are_seen)
-        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
-        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+        if self._gradients_are_seen:  # hooks that nobody has overridden cost small updates time
+            call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+            call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
         metrics = self.engine.update(
             [GroupHyperparameters.of(group) for group in optimizer.param_groups],
             trainer.gradient_clip_val or None,
