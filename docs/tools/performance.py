@@ -24,6 +24,7 @@ _NAME = re.compile(r"(?P<what>.+)_(?P<hardware>[^_]+)_(?P<date>\d{4}-\d{2}-\d{2}
 _RATE = "tokens_per_second"
 _LONG_TABLE_ROWS = 25  # longer ones are folded
 _FEW_KINDS = 6
+_TO = "\N{NO-BREAK SPACE}\N{EN DASH}\N{NO-BREAK SPACE}"
 _COLORS = {"native": "#6e7781", "gh200": "#1f6feb"}
 _INK = "#24292f"
 _INTRODUCTION = """\
@@ -163,7 +164,7 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, int | float):
         return _scaled(name, value)
     if isinstance(value, list) and value and all(isinstance(v, int | float) for v in value):
-        return f"{_scaled(name, min(value))}\N{NO-BREAK SPACE}\N{EN DASH}\N{NO-BREAK SPACE}{_scaled(name, max(value))}"
+        return _TO.join(_scaled(name, end) for end in (min(value), max(value)))
     return str(value)
 
 
