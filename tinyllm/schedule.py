@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
+from fractions import Fraction
+from functools import lru_cache
 from math import ceil, cos, pi
 from typing import Any
 
@@ -37,12 +39,14 @@ class Schedule(ABC):
 
         Returns:
             ``(update + 1) / warm-up updates`` while warming up, then the schedule's own curve.
+            The fraction counts as the decimal that was written: 0.07 of 100 updates is 7, although
+            ``0.07 * 100`` is a little more in floating point.
         """
-        warmup = ceil(self.warmup_fraction * total_updates)
+        update = min(update, total_updates - 1)
+        warmup = _share_of(total_updates, self.warmup_fraction)
         if update < warmup:
             return (update + 1) / warmup
-        progress = (update + 1 - warmup) / max(1, total_updates - warmup)
-        return self.after_warmup(min(progress, 1.0))
+        return self.after_warmup((update + 1 - warmup) / (total_updates - warmup))
 
     @abstractmethod
     def after_warmup(self, progress: float) -> float:
@@ -76,7 +80,12 @@ class WSD(Schedule):
 
     def after_warmup(self, progress: float) -> float:
         """See :class:`Schedule`."""
-        if self.decay_fraction == 0 or progress <= 1 - self.decay_fraction:
+        if self.decay_fraction == 0:
             return 1.0
-        remaining = (1 - progress) / self.decay_fraction
+        remaining = min(1.0, (1 - progress) / self.decay_fraction)
         return self.final_fraction + (1 - self.final_fraction) * remaining
+
+
+@lru_cache
+def _share_of(updates: int, fraction: float) -> int:
+    return ceil(Fraction(repr(float(fraction))) * updates)
