@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ class Case:
 
     def loader(self, rank: int, epoch: int = 0) -> TokenLoader:
         ends = sorted({0, self.tokens, *(cut for cut in self.cuts if cut < self.tokens)})
-        parts = [self.ids[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+        parts = [self.ids[start:stop] for start, stop in pairwise(ends)]
         local = self.groups // self.ranks
         return TokenLoader(
             TokenStream(parts, "stream"),
