@@ -393,8 +393,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for folder in _qualified(benchmarks):
         for path in (p for p in folder.iterdir() if p.suffix in (".md", ".svg", ".csv", ".json")):
             name = f"performance/{folder.name}/{path.name}"
-            files.append(File.generated(config, name, abs_src_path=str(path)))
+            content = _kept_only(path) if path.suffix == ".md" else path.read_bytes()
+            files.append(File.generated(config, name, content=content))
     return files
+
+
+def _kept_only(page: Path) -> str:
+    """A page without its links to tables that have not been kept beside it."""
+
+    def link(match: re.Match[str]) -> str:
+        there = (page.parent / match[2]).exists()
+        return match[0] if there else f"{match[1]} (not kept)"
+
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"(?<!!)\[([^\]]+)\]\(([\w.-]+)\)", link, text)
 
 
 def _benchmarks(config: MkDocsConfig) -> Path:

@@ -3,8 +3,8 @@
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -15,18 +15,11 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "doc
 ROOT = Path(__file__).parents[2]
 
 
-@dataclass(frozen=True)
-class Site:
-    """What a build left."""
-
-    folder: Path
-    log: str
-    code: int
-
-
 @pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """The site as ``make docs`` builds it."""
+def site(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The site as ``make docs`` builds it, a ``built_site.Site``."""
+    from built_site import Site
+
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent

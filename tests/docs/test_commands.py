@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Site
+from built_site import Site
 from fences import PAGES, ROOT, SHELL, Block, blocks, inline_code
 from packaging.requirements import Requirement
 

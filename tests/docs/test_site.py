@@ -9,7 +9,8 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
-from conftest import ROOT, Site
+from built_site import Site
+from fences import ROOT
 
 
 class Page(HTMLParser):

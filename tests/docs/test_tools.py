@@ -11,7 +11,7 @@ from docstrings import Docstrings
 from fences import ROOT
 from mathematics import on_page_content
 from mkdocs.exceptions import PluginError
-from performance import pages
+from performance import _kept_only, pages
 from recipes import page as recipes_page
 
 METHOD = "How fast?\n\nFive windows; the figure is the median."
@@ -123,6 +123,14 @@ def test_qualifications_have_pages_of_their_own(benchmarks: Path) -> None:
     shown = pages(benchmarks)["index.md"]
     assert "- [pilot, H200, 2026-01-01](pilot_h200_2026-01-01/qualification.md)" in shown
     assert "## pilot" not in shown
+
+
+def test_a_qualification_links_to_what_was_kept(tmp_path: Path) -> None:
+    page = tmp_path / "qualification.md"
+    page.write_text("[a.csv](a.csv), [b.csv](b.csv), [below](#there), ![figure](c.svg)")
+    (tmp_path / "a.csv").touch()
+    kept = "[a.csv](a.csv), b.csv (not kept), [below](#there), ![figure](c.svg)"
+    assert _kept_only(page) == kept
 
 
 def test_no_results_make_pages_too(tmp_path: Path) -> None:
