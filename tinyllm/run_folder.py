@@ -98,6 +98,8 @@ class RunCheckpoint(ModelCheckpoint):
     ) -> None:
         if not self._should_save_on_exception(trainer) or not _stopped_together(trainer, exception):
             return
+        if trainer.sanity_checking:
+            return  # there is nothing new
         if trainer.validating:
             _validate_again(trainer)
         self._save_newest(trainer)

@@ -26,6 +26,7 @@ from tinyllm.logger import RunLogger
 from tinyllm.module import TinyLLM
 from tinyllm.predictions import TokenLossWriter
 from tinyllm.progress import RunProgressBar
+from tinyllm.requeue import goes_on_from, requeued_by_slurm
 from tinyllm.run_folder import RunCheckpoint, RunFolder
 from tinyllm.summary import RunSummary
 
@@ -99,6 +100,9 @@ class TinyLLMCLI(LightningCLI):
         self.config = parser.parse_args(first)
         given = self.config[self._command]
         self._check_strategy(given.trainer.strategy)
+        if self._command == "fit" and goes_on_from(self._file_of("last", given)):
+            arguments += ["--ckpt_path", "last"]
+            given.ckpt_path = "last"
         path = self._checkpoint_path(given)
         if path is not None:
             # plain values, as the parser knows them; another module's are of no use here
@@ -131,11 +135,13 @@ class TinyLLMCLI(LightningCLI):
         given = config.ckpt_path or ("last" if self._command != "fit" else None)
         if given is None or given in ("hpc", "registry") or ":" in str(given):
             return None
-        if given not in ("last", "best"):
-            return Path(given)
-        callback = config.checkpoint if given == "last" else config.best_checkpoint
+        return self._file_of(given, config) if given in ("last", "best") else Path(given)
+
+    def _file_of(self, name: str, config: Any) -> Path | None:
+        """The run's newest file of a name, ``last`` or ``best``."""
+        callback = config.checkpoint if name == "last" else config.best_checkpoint
         folder = callback.dirpath or Path(config.trainer.default_root_dir) / "checkpoints"
-        return find_checkpoint(Path(folder), "last" if given == "last" else callback.filename)
+        return find_checkpoint(Path(folder), "last" if name == "last" else callback.filename)
 
     # --- instantiating ------------------------------------------------------------------------
 
@@ -198,7 +204,7 @@ class TinyLLMCLI(LightningCLI):
 
     def fit(self, **kwargs: Any) -> None:
         """Trains; Ctrl-C stops after the running update, so that the run can resume exactly."""
-        with _interrupted_between_updates(self.trainer):
+        with requeued_by_slurm(self.trainer), _interrupted_between_updates(self.trainer):
             self.trainer.fit(**kwargs)
 
 
@@ -285,7 +291,8 @@ def run_trainer_command(name: str, args: list[str]) -> None:
         args: Its arguments; what comes later wins.
 
     Raises:
-        SystemExit: 2 for unusable arguments, 143 when stopped by SIGTERM.
+        SystemExit: 2 for unusable arguments, 143 when stopped by SIGTERM, 138 when stopped by
+            SIGUSR1 in a Slurm job, which is requeued.
         KeyboardInterrupt: When stopped by Ctrl-C.
         ValueError: If the settings do not go together.
     """

@@ -3,31 +3,10 @@
 import shutil
 from pathlib import Path
 
-import pandas as pd
 import pytest
-import torch
-from run_files import Run, copy, load, lrs, metrics
+from run_files import Run, assert_same_run, assert_same_state, copy, load, lrs, metrics
 
 from tinyllm.cli import main
-
-
-def assert_same_run(folder: str, finished: Path) -> None:
-    """The same log and state as the uninterrupted run, to the last bit."""
-    pd.testing.assert_frame_equal(metrics(folder), metrics(finished), check_exact=True)
-    assert_same_state(folder, finished)
-
-
-def assert_same_state(folder: str, finished: Path) -> None:
-    """The same weights, moments, counters and position in the data."""
-    state, expected = (load(Path(f) / "checkpoints/last.ckpt") for f in (folder, finished))
-    assert state["global_step"] == expected["global_step"]
-    for name, tensor in expected["state_dict"].items():
-        assert torch.equal(state["state_dict"][name], tensor), name
-    mine, other = (s["optimizer_states"][0]["state"] for s in (state, expected))
-    for index, entry in other.items():
-        for name, tensor in entry.items():
-            assert torch.equal(mine[index][name], tensor), name
-    assert state["TokenDataModule"]["train"] == expected["TokenDataModule"]["train"]
 
 
 @pytest.fixture(scope="module")
