@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from tinyllm.callbacks.files import write_csv
+from tinyllm.errors import naming
 from tinyllm.metrics import UpdateMetrics
 from tinyllm.module import TinyLLM
 
@@ -78,7 +79,7 @@ class ConsensusDistance(Callback):
             self._path = folder / "consensus.csv"
             columns = list(row)
             write_csv(self._path, columns, _rows_before(self._path, columns, self._first_update))
-        with self._path.open("a", newline="", encoding="utf-8") as file:
+        with naming(self._path), self._path.open("a", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerow(row.values())
 
 

@@ -1,12 +1,15 @@
 """Result files that are either whole or not there."""
 
 import csv
+import glob
 import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tinyllm.errors import naming
 
 
 @contextmanager
@@ -16,10 +19,13 @@ def replacing(path: Path) -> Iterator[Path]:
     A reader finds the old content or the new one, and after an error the old one is still there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left_behind in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        left_behind.unlink(missing_ok=True)  # by a run that was killed
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        yield partial
-        _sync(partial)
+        with naming(path):
+            yield partial
+            _sync(partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

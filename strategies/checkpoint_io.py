@@ -3,11 +3,13 @@
 import glob
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from typing_extensions import override
+
+from tinyllm.errors import naming
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -37,16 +39,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             left_behind.unlink(missing_ok=True)  # by a run that was killed
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
-            with partial.open("wb") as file:
-                torch.save(checkpoint, file)
+            with naming(target), partial.open("wb") as file:
+                _save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(target)
-        except BaseException as error:
+        except BaseException:
             partial.unlink(missing_ok=True)
-            if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-                # torch's own complaint, which does not say that, for example, the disk is full
-                raise type(error.__context__)(*error.__context__.args, str(target)) from error
             raise
         folder = os.open(target.parent, os.O_RDONLY)
         try:
@@ -63,3 +62,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Loads tensors and plain values only, unless ``weights_only`` is False."""
         return super().load_checkpoint(path, map_location, weights_only is not False)
+
+
+def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
+    try:
+        torch.save(checkpoint, file)
+    except RuntimeError as error:
+        # torch's own complaint does not say that, for example, the disk is full
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise

@@ -1,5 +1,20 @@
 """Errors that more than one part of the library knows."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Within it an OSError says which file it is about; one of a full disk does not by itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient was NaN or infinite; no state has been changed since.

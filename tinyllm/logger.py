@@ -1,15 +1,19 @@
 """The CSV log of a run, which survives resuming in the same folder."""
 
 import csv
+import os
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.core.saving import save_hparams_to_yaml
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
+
+from tinyllm.errors import naming
 
 
 class RunLogger(CSVLogger):
@@ -50,11 +54,31 @@ class _ContinuingWriter(ExperimentWriter):
         """Nothing is deleted; the file is looked at when the first row's step is known."""
 
     @override
+    def log_hparams(self, params: dict[str, Any]) -> None:
+        self.hparams.update(params)
+        path = Path(self.log_dir) / self.NAME_HPARAMS_FILE
+        partial = path.with_name(f".{path.name}.partial")
+        save_hparams_to_yaml(partial, self.hparams)
+        partial.replace(path)
+
+    @override
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
         if not self._opened:
             self._opened = True
             self._continue_from(step or 0, set(metrics_dict) - {"epoch"})
         super().log_metrics(metrics_dict, step)
+
+    @override
+    def save(self) -> None:
+        path = Path(self.metrics_file_path)
+        with naming(path):
+            if self.metrics and not path.exists():
+                _replace(path, ["step"], [])  # so that no reader finds it empty
+            try:
+                super().save()
+            except OSError:  # a full disk may have taken a part of a row
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+                raise
 
     def _continue_from(self, step: int, names: set[str]) -> None:
         """Keeps what was logged before this run's first row, which has ``names`` at ``step``."""
@@ -97,7 +121,7 @@ def _whole_rows(path: Path) -> list[dict[str, str]]:
 
 def _replace(path: Path, keys: list[str], rows: list[dict[str, str]]) -> None:
     """Writes a log so that a reader finds the old one or the new one, never a part."""
-    partial = path.with_suffix(".partial")
+    partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=keys)
         writer.writeheader()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm.data.cache import MANIFEST, CacheError, TokenCache
+from tinyllm.errors import naming
 
 _RECORD = "progress.json"
 
@@ -30,7 +31,7 @@ def _old_folder(output: Path) -> Path:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file so that a reader finds the old content or the new, never a part."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with naming(path), temporary.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1, sort_keys=True)
         file.write("\n")
         file.flush()

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import lightning
 import torch
 
-from tinyllm.data.cache import Split, TokenCache
+from tinyllm.data.cache import SPLITS, Split, TokenCache, TokenStream
 from tinyllm.data.loader import TokenLoader
 from tinyllm.data.resume import finish_restored_epoch
 from tinyllm.data.tokenizer import Tokenizer
@@ -48,6 +48,8 @@ class TokenDataModule(lightning.LightningDataModule):
         self._cache: TokenCache | None = None
         self._train_loader: TokenLoader | None = None
         self._restored_position: dict[str, Any] | None = None
+        self._tokenizer_state: dict[str, Any] | None = None
+        self._streams: dict[Split, TokenStream] = {}
 
     @property
     def cache(self) -> TokenCache:
@@ -70,17 +72,22 @@ class TokenDataModule(lightning.LightningDataModule):
         self.cache.verify()
 
     def setup(self, stage: str) -> None:
-        """Open the cache on this rank."""
-        _ = self.cache
+        """Open the cache on this rank.
+
+        All of it, so that a run goes on where somebody deletes or replaces the cache meanwhile.
+        """
+        cache = self.cache
+        has_tokenizer = cache.manifest.tokenizer.file is not None
+        self._tokenizer_state = cache.tokenizer().to_state() if has_tokenizer else None
+        self._streams = {
+            name: cache.split(name) for name in SPLITS if name in cache.manifest.splits
+        }
         self._train_loader = None
         self._restored_position = None
 
     def state_dict(self) -> dict[str, Any]:
         """The training loader's position and the tokenizer, for the checkpoint."""
-        has_tokenizer = self.cache.manifest.tokenizer.file is not None
-        state: dict[str, Any] = {
-            "tokenizer": self.tokenizer().to_state() if has_tokenizer else None
-        }
+        state: dict[str, Any] = {"tokenizer": self._tokenizer_state}
         if self._train_loader is not None:
             state["train"] = self._train_loader.state_dict()
         return state
@@ -152,7 +159,7 @@ class TokenDataModule(lightning.LightningDataModule):
                 f"{groups} workers cannot be placed evenly on {ranks} ranks; use a number of "
                 f"workers that is a multiple of the ranks"
             )
-        stream = self.cache.split(split)
+        stream = self._streams.get(split) or self.cache.split(split)
         on_device = self.residency == "device" or (
             self.residency == "auto" and _fits(len(stream) * stream.dtype.itemsize, root)
         )

@@ -7,6 +7,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from tinyllm.data.cache import Shard, SplitManifest, sha256_of_file, token_dtype
+from tinyllm.errors import naming
 
 
 class SplitWriter:
@@ -98,7 +99,8 @@ class SplitWriter:
             if self._file is None:
                 self._file = self._path(index).open("ab")
             piece = ids[: self._shard_tokens - used]
-            self._file.write(piece.tobytes())
+            with naming(self._path(index)):
+                self._file.write(piece.tobytes())
             self.tokens += len(piece)
             ids = ids[len(piece) :]
             if self.tokens % self._shard_tokens == 0:
@@ -107,8 +109,9 @@ class SplitWriter:
     def sync(self) -> None:
         """Put on disk what was appended; a record written after this may count on it."""
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            with naming(self._file.name):
+                self._file.flush()
+                os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
 

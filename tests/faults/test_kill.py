@@ -1,0 +1,61 @@
+"""A run killed at random moments and resumed each time ends as if nothing had happened.
+
+``TINYLLM_TEST_KILLS=50`` kills it as often; ``TINYLLM_TEST_SEED`` chooses other moments.
+"""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from commands import Command, run
+from training import EVERY, assert_same_run, check_whole, last_logged, write_config
+
+KILLS = int(os.environ.get("TINYLLM_TEST_KILLS", "6"))
+SEED = int(os.environ.get("TINYLLM_TEST_SEED", "0"))
+STRIDE = 12  # updates between two kills, at most, and not counting those that come too late
+UPDATES = KILLS * 2 * STRIDE + 5 * STRIDE
+MOMENT_SECONDS = 0.03  # an update of this model with its checkpoint
+
+
+@pytest.mark.timeout(240 + 30 * KILLS)
+def test_killed_at_random_moments_it_ends_as_if_it_were_not(cache: Path, tmp_path: Path) -> None:
+    moments = random.Random(SEED)
+    config = write_config(tmp_path / "run.yaml", cache, UPDATES)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    started = time.monotonic()
+    with Command(*fit(config, whole), log=tmp_path / "whole.log") as command:
+        command.wait_until(lambda: last_logged(whole) >= 0)
+        startup_seconds = time.monotonic() - started
+        assert command.wait() == 0, command.said
+    check_whole(whole)
+
+    resume = [*fit(config, killed), "--ckpt_path", "last"]
+    saved, while_writing = 0, 0
+    for number in range(KILLS):
+        before = last_logged(killed)
+        with Command(*resume, log=tmp_path / f"{number}.log") as command:
+            if moments.random() < 0.25:
+                time.sleep(moments.uniform(0, startup_seconds))
+            else:
+                least = before + moments.randint(1, STRIDE)
+                command.wait_until(lambda least=least: last_logged(killed) >= least)  # type: ignore[misc]
+                time.sleep(moments.uniform(0, MOMENT_SECONDS))
+            assert command.kill() == -signal.SIGKILL, f"it ended before:\n{command.said}"
+        now = check_whole(killed)
+        assert now >= saved, f"kill {number} of seed {SEED}: update {saved} was saved before"
+        assert last_logged(killed) - now <= EVERY, "a checkpoint that was due is not there"
+        saved = now
+        while_writing += bool(list((killed / "checkpoints").glob(".*")))
+    last = run(*resume, log=tmp_path / "last.log")
+    assert last.wait() == 0, last.said
+    assert check_whole(killed) == UPDATES
+    assert_same_run(killed, whole)
+    assert not [path for path in killed.rglob(".*") if ".best." not in path.name], "left behind"
+    print(f"seed {SEED}: {KILLS} kills, {while_writing} of them while a checkpoint was written")
+
+
+def fit(config: Path, folder: Path) -> list[object]:
+    return ["fit", "--config", config, "--trainer.default_root_dir", folder]
