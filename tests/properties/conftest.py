@@ -7,22 +7,20 @@ import os
 import sys
 from pathlib import Path
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # for campaign_tables.py and simulation.py
 sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("acceptance", "strategies")]
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are imported; none runs here
 
-_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-settings.register_profile(
-    "ci",
-    deadline=None,
-    database=None,
-    derandomize=True,
-    max_examples=50,
-    suppress_health_check=_SLOW,
-)
-settings.register_profile(
-    "deep", deadline=None, database=None, max_examples=1_000, suppress_health_check=_SLOW
-)
+_COMMON = {
+    "deadline": None,
+    "database": None,
+    "phases": [Phase.explicit, Phase.generate, Phase.shrink],  # explaining takes minutes
+    "suppress_health_check": [
+        *(HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
+    ],
+}
+settings.register_profile("ci", derandomize=True, max_examples=50, **_COMMON)
+settings.register_profile("deep", max_examples=1_000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
