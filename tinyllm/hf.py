@@ -96,6 +96,7 @@ def _write_tokenizer(folder: Path, config: LlamaConfig, tokenizer: Tokenizer) ->
             # the one class that takes tokenizer.json as it is; LlamaTokenizer would rebuild it
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": config.context,
+            "model_input_names": ["input_ids", "attention_mask"],  # what a Llama takes
             "clean_up_tokenization_spaces": False,
             "add_bos_token": False,
             "add_eos_token": False,
