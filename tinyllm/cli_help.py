@@ -30,7 +30,8 @@ _TITLES = {
 }
 _CKPT_PATH = {
     "fit": "A checkpoint to resume from: a file, or `last` or `best` for one in the run's folder; "
-    "without a last one, training starts anew. Its model's hyperparameters are defaults.",
+    "without a last one, training starts anew. Its model's hyperparameters are defaults. A Slurm "
+    "job that is started again takes the last one that it wrote itself, whatever is given here.",
     "evaluation": "The checkpoint: a file, or `last` or `best` for one in the run's folder; null "
     "takes the last one.",
 }

@@ -69,7 +69,7 @@ class TinyLLM(LightningModule):
         config: LlamaConfig | None = None,
         optimizer: AdamWConfig = AdamWConfig(),
         schedule: Schedule = WarmupCosine(),  # noqa: B008  (frozen)
-        init_from: Path | None = None,
+        init_from: str | Path | None = None,
     ) -> None:
         super().__init__()
         self.config, weights = _resolve(preset, config, init_from)
@@ -218,7 +218,7 @@ def parameter_groups(model: Llama) -> tuple[list[nn.Parameter], list[nn.Paramete
 
 
 def _resolve(
-    preset: str | None, config: LlamaConfig | None, init_from: Path | None
+    preset: str | None, config: LlamaConfig | None, init_from: str | Path | None
 ) -> tuple[LlamaConfig, dict[str, Tensor] | None]:
     """The architecture, and the weights to start from unless they are to be drawn."""
     if preset is not None and config is not None:
