@@ -215,7 +215,7 @@ def test_a_job_that_runs_out_of_time_is_queued_again(
         f'"$@" & pid=$!\n'
         f"if [ ! -e {tmp_path}/requeued ]; then\n"
         f"  until [ $(wc -l < {tmp_path}/job/metrics.csv || echo 0) -gt 20 ]; do sleep 0.01; done\n"
-        f"  kill -TERM $pid\n"
+        f"  kill -USR1 $pid\n"
         f"fi 2> {tmp_path}/waiting\n"
         f"wait $pid\n",
     )
@@ -227,12 +227,12 @@ def test_a_job_that_runs_out_of_time_is_queued_again(
     }
     command = ["bash", SCRIPTS / "fit.sbatch", "--config", small]
     command += ["--trainer.default_root_dir", "job"]
-    shell(*command, code=143, first=str(programs), **job)
+    shell(*command, code=138, first=str(programs), **job)
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"
     stopped = torch.load("job/checkpoints/last.ckpt", weights_only=True)["global_step"]
     assert 20 <= stopped < 300
 
-    shell(*command, first=str(programs), **job)
+    shell(*command, first=str(programs), SLURM_RESTART_COUNT="1", **job)
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"  # once
     main(["fit", "--config", str(small), "--trainer.default_root_dir", "whole"])
     for name, expected in weights("whole").items():
