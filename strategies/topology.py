@@ -127,11 +127,13 @@ def _from_file(path: Path, n: int) -> Topology:
         raise FileNotFoundError(f"no mixing matrix at {path}; give an existing .npy or .csv file")
     try:
         if path.suffix == ".npy":
-            matrices = np.load(path, allow_pickle=False).astype(np.float64, casting="safe")
+            # mapped, so that a header cannot ask for more memory than the file has bytes
+            stored = np.asarray(np.lib.format.open_memmap(path, mode="r"))
+            matrices = stored.astype(np.float64, casting="safe")
         else:
             rows = [r for r in path.read_text(encoding="utf-8-sig").splitlines() if r.strip()]
-            matrices = np.array([[float(Fraction(e)) for e in r.split(",")] for r in rows])
-    except (ValueError, TypeError, EOFError, ZeroDivisionError) as error:
+            matrices = np.array([[_number(e) for e in r.split(",")] for r in rows])
+    except Exception as error:  # numpy reads a header as Python, which fails in many ways
         raise ValueError(
             f"cannot read a mixing matrix from {path}: {error}; give {n} rows of {n} real numbers"
         ) from error
@@ -142,6 +144,13 @@ def _from_file(path: Path, n: int) -> Topology:
             f"change the file or the number of workers"
         )
     return Topology(str(path), matrices)
+
+
+def _number(text: str) -> float:
+    """A decimal, or a fraction of two whole numbers, rounded once."""
+    if "/" in text:
+        return float(Fraction(text))
+    return float(text)  # as a Fraction, 1e999999999 would be written out
 
 
 def _check_doubly_stochastic(name: str, stack: Matrix) -> None:
