@@ -12,8 +12,10 @@ from typing_extensions import override
 
 from tinyllm.errors import NonFiniteError
 
+_CONFIG = "config.yaml"
+_ASIDE = ".earlier"  # an earlier run's files while they are being moved
 _OF_A_RUN = (
-    *("checkpoints", "metrics.csv", "config.yaml", "hparams.yaml", "predictions.npy"),
+    *("checkpoints", "metrics.csv", _CONFIG, "hparams.yaml", "predictions.npy"),
     *("throughput.csv", "timing.json", "memory.json", "consensus.csv", "trace"),  # of callbacks
     *("report.html", "curves"),
 )
@@ -34,17 +36,34 @@ class RunFolder(SaveConfigCallback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         folder = Path(trainer.default_root_dir)
-        used = (folder / "checkpoints").is_dir() or (folder / "metrics.csv").is_file()
-        if trainer.is_global_zero and used and not _resumes(trainer):
-            number = 1
-            while (aside := folder / f"earlier-{number}").exists():
-                number += 1
-            aside.mkdir()
-            for name in _OF_A_RUN:
-                if (folder / name).exists():
-                    (folder / name).rename(aside / name)
-            rank_zero_info(f"{folder} holds an earlier run; it is kept in {aside}")
+        if trainer.is_global_zero and not _resumes(trainer):
+            _keep_aside(folder)
+        # a reader finds the old settings or the new ones, never a part
+        self.config_filename = f".{_CONFIG}.partial"
         super().setup(trainer, pl_module, "fit")
+        written = Path(trainer.log_dir or folder) / self.config_filename
+        if trainer.is_global_zero and written.exists():
+            written.replace(written.with_name(_CONFIG))
+
+
+def _keep_aside(folder: Path) -> None:
+    """Moves an earlier run's files to a folder of their own, which appears whole.
+
+    Where that was cut short by a kill, the next run completes it.
+    """
+    used = [folder / "checkpoints", folder / "metrics.csv", folder / _ASIDE]
+    if not any(path.exists() for path in used):
+        return
+    number = 1
+    while (aside := folder / f"earlier-{number}").exists():
+        number += 1
+    moving = folder / _ASIDE
+    moving.mkdir(exist_ok=True)
+    for name in _OF_A_RUN:
+        if (folder / name).exists():
+            (folder / name).rename(moving / name)
+    moving.rename(aside)
+    rank_zero_info(f"{folder} holds an earlier run; it is kept in {aside}")
 
 
 def _resumes(trainer: Trainer) -> bool:

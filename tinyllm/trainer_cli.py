@@ -6,7 +6,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tinyllm.checkpoint import find_checkpoint, read_checkpoint
 from tinyllm.cli_errors import SuggestionsMixin, known_classes, nearest, shortened
 from tinyllm.cli_help import explain
 from tinyllm.data.module import TokenDataModule
+from tinyllm.folder_lock import alone_in
 from tinyllm.logger import RunLogger
 from tinyllm.module import TinyLLM
 from tinyllm.predictions import TokenLossWriter
@@ -204,8 +205,22 @@ class TinyLLMCLI(LightningCLI):
 
     def fit(self, **kwargs: Any) -> None:
         """Trains; Ctrl-C stops after the running update, so that the run can resume exactly."""
-        with requeued_by_slurm(self.trainer), _interrupted_between_updates(self.trainer):
-            self.trainer.fit(**kwargs)
+        trainer = self.trainer
+        # the folder is given back last, when everything is saved
+        with (
+            _alone_in_its_folder(trainer),
+            requeued_by_slurm(trainer),
+            _interrupted_between_updates(trainer),
+        ):
+            trainer.fit(**kwargs)
+
+
+def _alone_in_its_folder(trainer: Trainer) -> AbstractContextManager[None]:
+    """Keeps other runs out of a run's folder; one process does it for all ranks."""
+    folder = str(trainer.default_root_dir)
+    if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False) or "://" in folder:
+        return nullcontext()
+    return alone_in(Path(folder))
 
 
 @contextmanager

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+_HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), *(str(_HERE.parent / name) for name in ("acceptance", "strategies"))]
 
 
 @pytest.fixture(scope="session")

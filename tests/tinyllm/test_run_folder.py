@@ -67,7 +67,7 @@ def test_a_checkpoint_for_each_epoch(fit: Run, tmp_path: Path) -> None:
 
 def test_pitfall_13_a_new_run_keeps_an_earlier_one_aside(fit: Run, finished: Path) -> None:
     used = copy(finished, "used")
-    before = {path.name: path.read_bytes() for path in used.rglob("*") if path.is_file()}
+    before = {path.name: path.read_bytes() for path in used.rglob("[!.]*") if path.is_file()}
     done = fit("used", "--trainer.max_steps", 2, "--trainer.log_every_n_steps", 2)
     assert "used holds an earlier run; it is kept in used/earlier-1" in done.err
     aside = {path.name: path.read_bytes() for path in Path("used/earlier-1").rglob("*.*")}

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,25 +50,57 @@ def _sync_folder(path: Path) -> None:
 
 @contextmanager
 def building(output: Path) -> Iterator[Path]:
-    """Make and lock the folder for building; it stays behind for the next call on any failure.
+    """Make and lock the folder for building; what is in it stays for the next call on any failure.
 
     Raises:
         CacheError: Another process is building the same cache.
     """
     folder = partial_folder(output)
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = _lock(folder)
     try:
+        _take_back(output)
+        yield folder
+    finally:
+        with suppress(OSError):  # it holds something, or it has become the cache
+            folder.rmdir()
+        os.close(descriptor)  # this also unlocks
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor of the folder that keeps others out until it is closed."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(folder.stat(), os.fstat(descriptor)):
+                    return descriptor
         except BlockingIOError as error:
+            os.close(descriptor)
             raise CacheError(
                 f"another `tinyllm prepare` is writing {folder}; wait for it or choose another "
                 f"--output"
             ) from error
-        yield folder
-    finally:
-        os.close(descriptor)  # this also unlocks
+        os.close(descriptor)  # of what another process has moved away since, as its finished cache
+
+
+def clear_up(output: Path) -> None:
+    """Delete a replaced cache that a kill has left beside a finished one."""
+    if _old_folder(output).is_dir():
+        with suppress(CacheError), building(output):  # not while another process is at work
+            pass
+
+
+def _take_back(output: Path) -> None:
+    """Repairs a kill between the two renames of `install`, or before the old cache was deleted."""
+    old = _old_folder(output)
+    if not old.is_dir():
+        return
+    if output.exists():
+        shutil.rmtree(old)
+    else:
+        old.rename(output)
 
 
 def read_record(folder: Path, request: dict[str, Any]) -> dict[str, Any] | None:
@@ -102,17 +134,12 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 def existing_cache(output: Path, request: dict[str, Any], overwrite: bool) -> TokenCache | None:
     """The finished cache at `output` if it is what `request` asks for; None to build one.
 
+    Only within `building` is that the last word: until then another process may finish it.
+
     Raises:
         CacheError: There is something else, or a damaged cache, and `overwrite` is false; or
             there is a folder that is no token cache, which is never overwritten.
     """
-    old = _old_folder(output)
-    if old.is_dir():
-        # A kill between the two renames of `install`, or before the old cache was deleted.
-        if output.exists():
-            shutil.rmtree(old)
-        else:
-            old.rename(output)
     if not output.exists():
         return None
     if not (output / MANIFEST).is_file():

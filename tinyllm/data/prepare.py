@@ -114,11 +114,15 @@ def prepare(
     }
     output = Path(output)
     finished = build.existing_cache(output, request, overwrite)
+    if finished is None:
+        with build.building(output) as folder:
+            finished = build.existing_cache(output, request, overwrite)
+            if finished is None:
+                _Preparation(documents, request, folder, given, identity).run(output)
     if finished is not None:
+        build.clear_up(output)
         print(f"{output} is up to date ({finished.identity[:12]}).")
         return finished
-    with build.building(output) as folder:
-        _Preparation(documents, request, folder, given, identity).run(output)
     cache = TokenCache.open(output)
     _print_summary(cache, time.monotonic() - started)
     return cache

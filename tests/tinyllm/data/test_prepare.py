@@ -324,6 +324,14 @@ def test_kill_between_the_renames_of_an_overwrite(corpus: Path, tmp_path: Path) 
     assert not (tmp_path / "cache.old").exists()
 
 
+def test_kill_before_an_overwritten_cache_is_deleted(corpus: Path, tmp_path: Path) -> None:
+    output = tmp_path / "cache"
+    first = prepare_text(output, corpus)
+    (tmp_path / "cache.old").mkdir()
+    assert prepare_text(output, corpus).identity == first.identity
+    assert {path.name for path in tmp_path.glob("cache*")} == {"cache"}
+
+
 def test_two_processes_do_not_write_one_cache(corpus: Path, tmp_path: Path) -> None:
     output = tmp_path / "cache"
     with (

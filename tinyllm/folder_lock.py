@@ -1,0 +1,49 @@
+"""One run at a time in a folder: a lock that the system gives back when its process ends."""
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_LOCK = ".lock"
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class FolderInUseError(RuntimeError):
+    """Another run writes to the folder."""
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Within it no other run, on this machine or another that shares the folder, enters it.
+
+    A file system that knows no locks, as some of clusters do, lets everybody in.
+
+    Args:
+        folder: Of a run; made if it is not there. The lock's file stays in it, and only a locked
+            one means anything.
+
+    Raises:
+        FolderInUseError: If another run is in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            raise FolderInUseError(
+                f"{folder} is in use by another run ({owner}); wait until it has ended, or choose "
+                "another folder with --trainer.default_root_dir"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS_HERE:
+                raise
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
