@@ -16,6 +16,8 @@ Then ``collect`` writes the tables.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,10 @@ from tinyllm.acceptance import measure
 from tinyllm.acceptance.convergence import CONTROL
 from tinyllm.acceptance.environment import environment
 from tinyllm.acceptance.evidence import verify_all, verify_candidate, write_receipt
+from tinyllm.acceptance.launcher import Launchers
 from tinyllm.acceptance.measure import CANDIDATE, NATIVE, Bench, job_name
-from tinyllm.acceptance.protocol import Pair
-from tinyllm.acceptance.runs import Job, Summary, read_result, run_jobs
+from tinyllm.acceptance.protocol import SIDES, Pair
+from tinyllm.acceptance.runs import Job, Summary, is_done, read_result, run_jobs
 
 NATIVE_KINDS = ("windows", "convergence", "controls")
 """What native does alone."""
@@ -46,6 +49,7 @@ class Campaign:
         parallel: How many trainings there may be at a time; a pair is two. Timed ones are then set
             up beside each other and timed one by one.
         report: Takes a line for each piece.
+        launchers: To share with others; None starts own ones for each run.
 
     Raises:
         EvidenceError: If anything frozen has changed.
@@ -59,7 +63,9 @@ class Campaign:
         select: Sequence[str] = (),
         parallel: int = 1,
         report: Callable[[str], object] = print,
+        launchers: Launchers | None = None,
     ) -> None:
+        self._launchers = launchers
         self.root, self.candidate = root, candidate
         self.parallel, self.report = parallel, report
         self._select = tuple(select)
@@ -131,14 +137,26 @@ class Campaign:
             raise ValueError("pairs need the name of the allocation that they are timed in")
         chosen = list(self.names(kind, allocation) if names is None else names)
         self.write_receipt(kind=kind, allocation=allocation, jobs=chosen, environment=environment())
-        jobs = [self._job(name, allocation) for name in chosen]
-        return run_jobs(
-            self.root,
-            jobs,
-            check=self.verify,
-            parallel=max(1, self.parallel // 2) if kind == "pairs" else self.parallel,
-            report=self.report,
-        )
+        parallel = max(1, self.parallel // 2) if kind == "pairs" else self.parallel
+        with ExitStack() as ending:
+            launchers = self._launchers or ending.enter_context(Launchers())
+            if any(not is_done(self.root, name) for name in chosen):
+                for side in self._sides(kind):  # here: in a thread that does not end before them
+                    launchers.of(self._bench.source(side))
+            bench = replace(self._bench, launchers=launchers)
+            return run_jobs(
+                self.root,
+                [self._job(bench, name, allocation) for name in chosen],
+                check=self.verify,
+                parallel=parallel,
+                report=self.report,
+            )
+
+    def _sides(self, kind: str) -> tuple[str, ...]:
+        """Whose trainings work of a kind has."""
+        if self.candidate is None:
+            return (NATIVE,)
+        return (CANDIDATE,) if kind == "convergence" else SIDES
 
     def write_receipt(self, **content: Any) -> None:
         """Notes a submission."""
@@ -159,10 +177,10 @@ class Campaign:
                 chosen += [p for p, result in zip(mine, results, strict=True) if result is None][:1]
         return chosen
 
-    def _job(self, name: str, allocation: str) -> Job:
+    def _job(self, bench: Bench, name: str, allocation: str) -> Job:
         """A piece of work, ready to be done."""
         owner, kind, part = name.split(".", maxsplit=2)
-        bench, protocol = self._bench, self.protocol
+        protocol = self.protocol
         side = NATIVE if owner == NATIVE else CANDIDATE
         made_of = {"manifest": bench.manifest.identity, "candidate": self._identities[owner]}
 

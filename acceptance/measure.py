@@ -23,6 +23,7 @@ from tinyllm.acceptance.configure import (
 from tinyllm.acceptance.evidence import Candidate, EvidenceError, Manifest
 from tinyllm.acceptance.fit import Fit
 from tinyllm.acceptance.freezing import cache_manifest
+from tinyllm.acceptance.launcher import Launchers
 from tinyllm.acceptance.performance import COSTS, SETUP_COSTS
 from tinyllm.acceptance.protocol import SIDES, ConvergenceRun, Pair, Protocol, Workload
 from tinyllm.acceptance.retained import retain
@@ -56,6 +57,7 @@ class Bench:
         candidate: The other side, where there is one.
         together: Whether timed runs are set up beside others. Then only their windows are figures.
         turns: Who may set up and who may be timed.
+        launchers: Start trainings from the sources.
     """
 
     root: Path
@@ -63,6 +65,7 @@ class Bench:
     candidate: Candidate | None
     together: bool = False
     turns: Turns = field(default_factory=Turns)
+    launchers: Launchers = field(default_factory=Launchers)
 
     @property
     def protocol(self) -> Protocol:
@@ -77,6 +80,12 @@ class Bench:
             raise ValueError("this step needs a candidate; freeze one and name it")
         return self.candidate.id
 
+    def source(self, side: str) -> Path:
+        """Folder that a side is run from."""
+        if side != CANDIDATE or self.candidate is None:
+            return self.root / "native"
+        return self.candidate.source
+
     def start(self, side: str, config: Mapping[str, Any], folder: Path) -> Fit:
         """Trains one side.
 
@@ -86,11 +95,10 @@ class Bench:
         cache = config["data"]["cache"]
         if cache_manifest(cache)["identity"] != self.manifest.token_cache:
             raise EvidenceError(f"{cache} is not the token cache that was frozen")
-        if side != CANDIDATE:
-            return Fit(self.root / "native", config, folder)
-        assert self.candidate is not None
-        strategy = self.candidate.details["strategy"]
-        return Fit(self.candidate.source, candidate_config(dict(config), strategy), folder)
+        complete = dict(config)
+        if side == CANDIDATE and self.candidate is not None:
+            complete = candidate_config(complete, self.candidate.details["strategy"])
+        return Fit(self.launchers.of(self.source(side)), complete, folder)
 
     def train(self, side: str, config: Mapping[str, Any], folder: Path) -> int:
         """Trains one side to the end; gives how many times it had to be started."""

@@ -33,6 +33,7 @@ from tinyllm.acceptance.collect import collect
 from tinyllm.acceptance.configure import Settings
 from tinyllm.acceptance.evidence import QUALIFICATIONS
 from tinyllm.acceptance.freezing import freeze_native, freeze_new_candidate
+from tinyllm.acceptance.launcher import Launchers
 from tinyllm.acceptance.locks import claimed
 from tinyllm.acceptance.measure import SHORT
 from tinyllm.acceptance.protocol import PROTOCOL_1, Protocol, Recipe, Workload
@@ -176,24 +177,24 @@ def run(
         print(f"{time.perf_counter() - began:6.1f} s  {line}", flush=True)
         collect(root, name, place)
 
-    native, other = (
-        Campaign(root, of, select=select, parallel=parallel, report=report) for of in (None, name)
-    )
-    steps = [(other, "windows", "")]
-    steps += [(other, "pairs", f"pilot-{k}") for k in range(1, protocol.repeats + 1)]
-    steps += [(other, "numerical", "")]
-    steps += [(native, "convergence", ""), (other, "convergence", "")] if converge else []
-    for campaign, kind, allocation in steps:
-        # here each repeat counts as an allocation
-        summary = campaign.run(kind, allocation)
-        for _ in range(_ATTEMPTS - 1):  # windows that were too short are longer then
-            names = [n for n in set(summary.failed) if not is_done(root, n)]
-            short = [n for n in names if failures(root, n, SHORT)]
-            summary += campaign.run(kind, allocation, short) if short else Summary()
-        total += summary
-        if kind != "windows":
-            report(f"report  after {kind} {allocation}".rstrip())
-            written = write_report(place, protocol, partial=True, evidence=root, candidate=name)
+    options: dict[str, Any] = {"select": select, "parallel": parallel, "report": report}
+    with Launchers() as launchers:
+        native, other = (Campaign(root, of, **options, launchers=launchers) for of in (None, name))
+        steps = [(other, "windows", "")]
+        steps += [(other, "pairs", f"pilot-{k}") for k in range(1, protocol.repeats + 1)]
+        steps += [(other, "numerical", "")]
+        steps += [(native, "convergence", ""), (other, "convergence", "")] if converge else []
+        for campaign, kind, allocation in steps:
+            # here each repeat counts as an allocation
+            summary = campaign.run(kind, allocation)
+            for _ in range(_ATTEMPTS - 1):  # windows that were too short are longer then
+                names = [n for n in set(summary.failed) if not is_done(root, n)]
+                short = [n for n in names if failures(root, n, SHORT)]
+                summary += campaign.run(kind, allocation, short) if short else Summary()
+            total += summary
+            if kind != "windows":
+                report(f"report  after {kind} {allocation}".rstrip())
+                written = write_report(place, protocol, partial=True, evidence=root, candidate=name)
     print(total)
     print(written.found.to_text())
     print(f"report: {place / 'qualification.md'}")

@@ -1,14 +1,18 @@
 """A training in a process of its own: what it is started with, and how it ends."""
 
-import os
+import json
+import shutil
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fake_checkout import make_checkout
 
 from tinyllm.acceptance.fit import Fit
+from tinyllm.acceptance.launcher import Launcher, Launchers
 from tinyllm.acceptance.runs import RunError
 
 CODE = """
@@ -18,7 +22,8 @@ import beside
 
 def main():
     given = json.loads(Path("given.json").read_text())
-    Path("seen.json").write_text(json.dumps({"argv": sys.argv[1:], "beside": beside.__file__}))
+    seen = {"program": sys.argv[0], "argv": sys.argv[1:], "beside": beside.__file__}
+    Path("seen.json").write_text(json.dumps(seen))
     signal.signal(signal.SIGTERM, lambda *_: (Path("saved").touch(), sys.exit(143)))
     time.sleep(given["seconds"])
     print("the last line")
@@ -27,8 +32,8 @@ def main():
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package whose trainer sleeps, and a module that only PYTHONPATH leads to."""
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    """Of a package whose trainer sleeps, and of a module that only PYTHONPATH leads to."""
     checkout = make_checkout(tmp_path / "source")
     (checkout / "tinyllm" / "cli.py").write_text(CODE)
     extra = tmp_path / "extra"
@@ -37,11 +42,12 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (extra / "beside.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "extra")
-    return checkout
+    with Launchers() as launchers:
+        yield launchers.of(checkout)
 
 
 def test_the_frozen_source_comes_before_the_environments_paths(
-    source: Path, tmp_path: Path
+    source: Launcher, tmp_path: Path
 ) -> None:
     with Fit(source, {"seconds": 0, "code": 0}, tmp_path / "run") as run:
         run.wait()
@@ -54,7 +60,7 @@ def test_the_frozen_source_comes_before_the_environments_paths(
     ("code", "kind"), [(1, "failed"), (2, "failed"), (130, "interrupted"), (143, "interrupted")]
 )
 def test_how_it_ends_decides_what_kind_of_failure_it_is(
-    source: Path, tmp_path: Path, code: int, kind: str
+    source: Launcher, tmp_path: Path, code: int, kind: str
 ) -> None:
     run = Fit(source, {"seconds": 0, "code": code}, tmp_path / "run")
     with pytest.raises(RunError, match=f"exit code {code}: the last line") as raised:
@@ -62,7 +68,7 @@ def test_how_it_ends_decides_what_kind_of_failure_it_is(
     assert raised.value.kind == kind
 
 
-def test_a_second_start_in_a_folder_goes_on(source: Path, tmp_path: Path) -> None:
+def test_a_second_start_in_a_folder_goes_on(source: Launcher, tmp_path: Path) -> None:
     for starts in (1, 2):
         run = Fit(source, {"seconds": 0, "code": 0}, tmp_path / "run")
         run.wait()
@@ -70,19 +76,67 @@ def test_a_second_start_in_a_folder_goes_on(source: Path, tmp_path: Path) -> Non
     assert '"--ckpt_path", "last"]' in (tmp_path / "run" / "seen.json").read_text()
 
 
-def test_it_ends_with_its_block_and_may_save(source: Path, tmp_path: Path) -> None:
+def test_it_ends_with_its_block_and_may_save(source: Launcher, tmp_path: Path) -> None:
     with Fit(source, {"seconds": 60, "code": 0}, tmp_path / "run") as run:
         while not (tmp_path / "run" / "seen.json").exists():
             time.sleep(0.02)
         time.sleep(0.2)
-        os.kill(run._process.pid, signal.SIGSTOP)  # as after its windows
+        run._process.send_signal(signal.SIGSTOP)  # as after its windows
     assert run._process.returncode == 143
     assert (tmp_path / "run" / "saved").exists()
 
 
-def test_one_that_ends_before_it_is_ready_has_failed(source: Path, tmp_path: Path) -> None:
+def test_one_that_ends_before_it_is_ready_has_failed(source: Launcher, tmp_path: Path) -> None:
     with (
         Fit(source, {"seconds": 0, "code": 0}, tmp_path / "run") as run,
         pytest.raises(RunError, match="run ended before its first update"),
     ):
         run.wait_until_ready()
+
+
+def test_a_signal_for_all_reaches_trainings_and_leaves_the_server(
+    source: Launcher, tmp_path: Path
+) -> None:
+    run = Fit(source, {"seconds": 60, "code": 0}, tmp_path / "run")
+    while not (tmp_path / "run" / "seen.json").exists():
+        time.sleep(0.02)
+    time.sleep(0.2)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        source._server.send_signal(number)
+    run._process.send_signal(signal.SIGTERM)
+    with pytest.raises(RunError, match="exit code 143"):
+        run.wait()
+    Fit(source, {"seconds": 0, "code": 0}, tmp_path / "next").wait()
+
+
+def test_a_training_that_is_killed_has_ended(source: Launcher, tmp_path: Path) -> None:
+    run = Fit(source, {"seconds": 60, "code": 0}, tmp_path / "run")
+    run._process.send_signal(signal.SIGKILL)
+    with pytest.raises(RunError, match="exit code -9") as raised:
+        run.wait()
+    assert raised.value.kind == "interrupted"
+
+
+def test_trainings_end_with_a_server_that_dies(source: Launcher, tmp_path: Path) -> None:
+    run = Fit(source, {"seconds": 60, "code": 0}, tmp_path / "run")
+    while not (tmp_path / "run" / "seen.json").exists():
+        time.sleep(0.02)
+    source._server.kill()
+    with pytest.raises(RunError, match="exit code -9"):
+        run.wait()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize(("answer", "program"), [(3, "tinyllm"), (0, "-c")])
+def test_where_cuda_is_initialized_trainings_are_not_forked(
+    source: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int, program: str
+) -> None:
+    """3 says that it is not."""
+    (tmp_path / "cuda.c").write_text(f"int cuCtxGetCurrent(void **p) {{ return {answer}; }}")
+    library = ["-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "cuda.c"]
+    subprocess.run(["cc", *library], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    with Launchers() as launchers:
+        launcher = launchers.of(tmp_path / "source")
+        Fit(launcher, {"seconds": 0, "code": 0}, tmp_path / "run").wait()
+    assert json.loads((tmp_path / "run" / "seen.json").read_text())["program"] == program

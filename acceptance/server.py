@@ -1,0 +1,99 @@
+"""Forks trainings from a process that has imported what they need; ``launcher`` runs this script.
+
+Takes a line of JSON for each training from standard input: its folder, its log, and the arguments
+of ``tinyllm``. In the folder ``.pid`` appears when it runs and ``.code`` when it has ended. Nothing
+of this project is imported but what PYTHONPATH leads to.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_NOT_INITIALIZED = 3  # of the CUDA driver
+_PACKAGE = "tinyllm"
+_IMPORTED = ("strategies.registry", "trainer_cli")
+_LIBC = ctypes.CDLL(None)
+
+
+def import_all() -> None:
+    """Imports what every training does; what cannot be imported is for the training to report."""
+    try:
+        package = importlib.import_module(_PACKAGE)
+        for name in _IMPORTED:
+            file = Path(package.__path__[0], *name.split(".")).with_suffix(".py")
+            if file.is_file():  # else an installed package would be found in its place
+                importlib.import_module(f"{_PACKAGE}.{name}")
+    except Exception:
+        return
+
+
+def cuda_is_touched() -> bool:
+    """Whether an import has initialized the CUDA driver, after which a fork cannot use it."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    context = ctypes.c_void_p()
+    return bool(driver.cuCtxGetCurrent(ctypes.byref(context)) != _NOT_INITIALIZED)
+
+
+def next_training() -> dict[str, Any]:
+    """Waits for requests, and returns in a new process with its own."""
+    for line in sys.stdin:
+        if os.fork() == 0:
+            die_with_parent()
+            return keep_code(json.loads(line))
+    raise SystemExit
+
+
+def keep_code(request: dict[str, Any]) -> dict[str, Any]:
+    """Returns in a child; this process waits for its end and writes down how it was."""
+    folder = Path(request["folder"])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    training = os.fork()
+    if training == 0:
+        die_with_parent()
+        return request
+    _, status = os.waitpid(training, 0)
+    (folder / ".partial").write_text(str(os.waitstatus_to_exitcode(status)))
+    (folder / ".partial").rename(folder / ".code")
+    os._exit(0)
+
+
+def die_with_parent() -> None:
+    """A killed campaign leaves nothing that still trains."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def become(request: dict[str, Any]) -> None:
+    """Takes the folder, the arguments and the log of a training."""
+    os.chdir(request["folder"])
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream, descriptor in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
+        os.dup2(descriptor, stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.argv = [_PACKAGE, *request["arguments"]]
+    Path(".starting").write_text(str(os.getpid()))
+    Path(".starting").rename(".pid")
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # sent to a whole group, it is for the trainings
+    import_all()
+    imported_in_vain = cuda_is_touched()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    found = next_training()
+    become(found)
+    if imported_in_vain:
+        command = f"from {_PACKAGE}.cli import main; main()"
+        os.execv(sys.executable, [sys.executable, "-P", "-c", command, *found["arguments"]])
+    importlib.import_module(f"{_PACKAGE}.cli").main()
