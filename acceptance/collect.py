@@ -52,9 +52,12 @@ def collect(root: Path, candidate: str, folder: Path | None = None) -> dict[str,
                 made = (result.get("manifest"), result.get("candidate"))
                 if made != (manifest.identity, identities[owner]):
                     raise EvidenceError(f"{name} was measured under another manifest or candidate")
-                for inputs in result.get("inputs", {}).values():
-                    require_retained(root, [inputs["initial"], *inputs["rows"]])
-                found += result[key]
+                try:
+                    for inputs in result.get("inputs", {}).values():
+                        require_retained(root, [inputs["initial"], *inputs["rows"]])
+                    found += [dict(row) for row in result[key]]
+                except (AttributeError, KeyError, TypeError, ValueError) as error:
+                    raise EvidenceError(f"the result of {name} is damaged: {error!r}") from error
         return found
 
     def runs(key: str) -> list[Any]:

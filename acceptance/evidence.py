@@ -215,12 +215,19 @@ def verify_manifest(root: Path) -> Manifest:
     identity = content.pop("identity", None)
     if content.get("format") != FORMAT or identity_of(content) != identity:
         raise EvidenceError(f"{root / 'manifest.json'} has been changed since it was frozen")
+    _require_mappings(root / "manifest.json", content, "configs", "source", "files")
     found = {name: hash_file(root / name) for name in _FIXED if (root / name).is_file()}
     _require_same(root, content["files"], found)
     _require_same(root / "native", content["source"], hash_tree(root / "native"))
+    try:
+        protocol = Protocol.load(root / "protocol.json")
+    except ValueError as error:
+        raise EvidenceError(f"{root / 'protocol.json'} cannot be used: {error}") from error
+    if content.get("protocol_hash") != protocol.hash or "token_cache" not in content:
+        raise EvidenceError(f"{root / 'manifest.json'} has been changed since it was frozen")
     return Manifest(
         identity=str(identity),
-        protocol=Protocol.load(root / "protocol.json"),
+        protocol=protocol,
         configs=content["configs"],
         source=content["source"],
         files=content["files"],
@@ -272,7 +279,8 @@ def verify_candidate(root: Path, candidate_id: str) -> Candidate:
     identity = content.pop("identity", None)
     if identity_of(content) != identity or str(identity)[:_ID_DIGITS] != candidate_id:
         raise EvidenceError(f"{place / 'candidate.json'} has been changed since it was frozen")
-    if content["manifest"] != manifest.identity:
+    _require_mappings(place / "candidate.json", content, "source", "details")
+    if content.get("manifest") != manifest.identity:
         raise EvidenceError(f"{place} was frozen under another manifest")
     _require_same(place / "source", content["source"], hash_tree(place / "source"))
     return Candidate(candidate_id, str(identity), place / "source", content["details"])
@@ -378,14 +386,24 @@ def _copy_whole(
 
 def _read_frozen(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except FileNotFoundError:
         raise EvidenceError(f"{path} is absent; freeze it first") from None
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise EvidenceError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise EvidenceError(f"{path} has been changed since it was frozen")
     return content
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _require_mappings(path: Path, content: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if not isinstance(content.get(name), dict):
+            raise EvidenceError(f"{path} has been changed since it was frozen: {name} is not there")
 
 
 def _require_same(folder: Path, frozen: Mapping[str, str], found: Mapping[str, str]) -> None:

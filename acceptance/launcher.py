@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -124,7 +125,8 @@ class Training:
         while not self._pid.exists() and self.poll() is None:
             time.sleep(_LOOK_SECONDS)
         if self.poll() is None:
-            os.kill(int(self._pid.read_text()), number)
+            with suppress(ProcessLookupError):  # it has ended just now
+                os.kill(int(self._pid.read_text()), number)
 
     def _is_gone(self) -> bool:
         if self._server.poll() is not None:  # it ends with the server

@@ -31,6 +31,7 @@ KINDS = ("small-batch", "production", "accumulate")
 """What a workload is gated as; accumulation is measured and not gated by speed."""
 
 _WHOLE = ("version", "repeats", "warmup_updates", "windows", "numerical_updates")
+_MOST = 1_000  # of anything that is counted; a larger number is a slip
 _MODES = {"sync": 1, "packed4": 4, "packed8": 8}
 
 
@@ -205,6 +206,10 @@ class Protocol:
             raise ValueError("repeats, windows and numerical_updates must be at least 1")
         if not self.workloads or not self.recipes:
             raise ValueError("a protocol needs at least one workload and one recipe")
+        if max(self.repeats, self.windows, self.numerical_updates) > _MOST:
+            raise ValueError(f"repeats, windows and numerical_updates must be at most {_MOST}")
+        for part in (*self.workloads, *self.recipes):
+            _require_types(part)
         for workload in self.workloads:
             if workload.kind not in KINDS:
                 raise ValueError(f"{workload.id}: kind {workload.kind!r} is none of {KINDS}")
@@ -275,7 +280,7 @@ class Protocol:
                 Recipe(**{**r, "seeds": tuple(r["seeds"])}) for r in content["recipes"]
             )
             protocol = cls(**content)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"not a protocol: {error}") from error
         final = PROTOCOLS.get(protocol.version)
         if final is not None and final.hash != protocol.hash:
@@ -302,6 +307,23 @@ class Protocol:
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"cannot read the protocol {name}: {error}") from error
         return cls.from_json(text)
+
+
+def _require_types(part: Workload | Recipe) -> None:
+    """Refuses fields of other types than they are declared with, and sizes that are none."""
+    for field in fields(part):
+        value, wanted = getattr(part, field.name), field.type
+        if field.name == "seeds":
+            usable = all(type(seed) is int and seed >= 0 for seed in value)
+        elif wanted in (int, int | None):
+            usable = (value is None and wanted is not int) or (type(value) is int and value >= 1)
+        elif wanted in (float, float | None):
+            number = type(value) in (int, float) and 0 <= value < math.inf
+            usable = number or (value is None and wanted is not float)
+        else:
+            usable = isinstance(value, str) or (value is None and wanted is not str)
+        if not usable or (field.name == "workers" and value > _MOST):
+            raise ValueError(f"{part.id!r}: {field.name} cannot be {value!r}")
 
 
 def _small_batches() -> Iterable[Workload]:

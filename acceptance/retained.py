@@ -4,6 +4,7 @@ They lie in ``retained/`` of a campaign's folder, named ``{SHA-256}.safetensors`
 comparisons share is there once. Results name them by hash.
 """
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tinyllm.acceptance.evidence import EvidenceError, hash_file
 
 FOLDER = "retained"
 _SUFFIX = ".safetensors"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def retain(root: Path, path: Path) -> str:
@@ -30,6 +32,8 @@ def require_retained(root: Path, digests: Iterable[str]) -> None:
         EvidenceError: If one is not.
     """
     for digest in digests:
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise EvidenceError(f"{digest!r} is no hash of a file in {root / FOLDER}")
         path = root / FOLDER / f"{digest}{_SUFFIX}"
         if not path.is_file():
             raise EvidenceError(f"{path} is not there any more")

@@ -151,7 +151,7 @@ def read_result(root: Path, name: str) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise EvidenceError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise EvidenceError(f"{path} is damaged")

@@ -86,7 +86,7 @@ def read_trace(folder: Path) -> list[TracedUpdate]:
         ]
     except TraceError:
         raise
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, ArithmeticError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise TraceError(f"{folder} holds no readable trace: {error!r}") from error
     if not updates:
         raise TraceError(f"{folder}: the trace lists no update")
