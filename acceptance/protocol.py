@@ -208,7 +208,8 @@ class Protocol:
             raise ValueError("a protocol needs at least one workload and one recipe")
         if max(self.repeats, self.windows, self.numerical_updates) > _MOST:
             raise ValueError(f"repeats, windows and numerical_updates must be at most {_MOST}")
-        for part in (*self.workloads, *self.recipes):
+        parts: tuple[Workload | Recipe, ...] = (*self.workloads, *self.recipes)
+        for part in parts:
             _require_types(part)
         for workload in self.workloads:
             if workload.kind not in KINDS:
@@ -218,8 +219,8 @@ class Protocol:
                 raise ValueError(
                     f"{recipe.id}: a spread needs two or more seeds, each once, not {recipe.seeds}"
                 )
-        for name, parts in (("workload", self.workloads), ("recipe", self.recipes)):
-            ids = [part.id for part in parts]
+        for name, named in (("workload", self.workloads), ("recipe", self.recipes)):
+            ids = [part.id for part in named]
             if twice := sorted({i for i in ids if ids.count(i) > 1}):
                 raise ValueError(f"each {name} id may occur once; more than once: {twice}")
 

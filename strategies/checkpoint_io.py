@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
+from tinyllm.checkpoint import load_checked
 from tinyllm.errors import naming
 
 
@@ -60,8 +61,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads tensors and plain values only, unless ``weights_only`` is False."""
-        return super().load_checkpoint(path, map_location, weights_only is not False)
+        """Loads tensors and plain values only, unless ``weights_only`` is False.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: It is no checkpoint, or a damaged one.
+        """
+        if weights_only is False or "://" in str(path):
+            return super().load_checkpoint(path, map_location, weights_only is not False)
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no checkpoint at {path}")
+        state: dict[str, Any] = load_checked(Path(path), map_location)
+        return state
 
 
 def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:

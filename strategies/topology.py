@@ -7,6 +7,7 @@ preserve the mean of all workers. Everything here is float64 numpy.
 """
 
 import difflib
+import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import chain
@@ -148,9 +149,11 @@ def _from_file(path: Path, n: int) -> Topology:
 
 def _number(text: str) -> float:
     """A decimal, or a fraction of two whole numbers, rounded once."""
-    if "/" in text:
-        return float(Fraction(text))
-    return float(text)  # as a Fraction, 1e999999999 would be written out
+    # as a Fraction, 1e999999999 would be written out
+    value = float(Fraction(text)) if "/" in text else float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is no finite number")
+    return value
 
 
 def _check_doubly_stochastic(name: str, stack: Matrix) -> None:

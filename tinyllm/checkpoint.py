@@ -1,11 +1,43 @@
 """Checkpoint files: reading one, and finding a run's newest or best."""
 
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
+
+
+def load_checked(path: Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
+    """What ``torch.save`` wrote: tensors and plain values, after every byte was checked.
+
+    Args:
+        path: A file.
+        map_location: As ``torch.load`` takes it.
+        mmap: Read tensors when they are used.
+
+    Raises:
+        OSError: It cannot be opened.
+        ValueError: Something else wrote the file, it was damaged, or it holds other objects.
+    """
+    path.open("rb").close()  # what cannot be opened says so itself
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is no checkpoint, or was cut off: torch.save has not written it")
+    try:
+        _check_bytes(path)
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+    except Exception as error:  # of zipfile, pickle and torch, which fail in many ways
+        reason = (str(error).splitlines() or [repr(error)])[0]
+        raise ValueError(f"{path} is no checkpoint, or a damaged one: {reason}") from error
+
+
+def _check_bytes(path: Path) -> None:
+    """Compares every record with its checksum, which ``torch.load`` does not."""
+    with zipfile.ZipFile(path) as archive:
+        for record in archive.infolist():
+            if record.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{record.filename} is compressed, which torch.save does not do")
+        if (changed := archive.testzip()) is not None:
+            raise ValueError(f"{changed} has changed since it was written")
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -18,15 +50,12 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint at {path}")
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is no checkpoint, or was cut off: torch.save has not written it")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path} is no checkpoint, or a damaged one: {reason}") from error
+    state = load_checked(path, mmap=True)
     if not isinstance(state, dict) or "state_dict" not in state:
         raise ValueError(f"{path} is no checkpoint of a training run: it has no state_dict")
+    for name in ("state_dict", "hyper_parameters", "TokenDataModule"):
+        if not isinstance(state.get(name, {}), dict):
+            raise ValueError(f"{path} is damaged: its {name} is a {type(state[name]).__name__}")
     return state
 
 

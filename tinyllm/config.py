@@ -1,7 +1,11 @@
 """The shape of a model: ``LlamaConfig`` and the presets."""
 
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any
+
+MOST_POSITIONS = 1 << 24
+"""Longest context: beyond it float32 cannot tell positions apart."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,11 @@ class LlamaConfig:
         for name in ("layers", "width", "heads", "ffn_width", "vocab_size", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.context > MOST_POSITIONS:
+            raise ValueError(f"context is {self.context}; it must be at most {MOST_POSITIONS}")
         for name in ("rope_theta", "norm_eps", "init_std"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 and finite")
         if self.width % self.heads or self.head_dim % 2:
             raise ValueError(
                 f"width {self.width} over {self.heads} heads give no even head dimension; "

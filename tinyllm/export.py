@@ -10,7 +10,7 @@ from torch import Tensor
 from tinyllm.checkpoint import read_checkpoint
 from tinyllm.data.tokenizer import Tokenizer
 from tinyllm.hf import write_model
-from tinyllm.module import TinyLLM, parameter_groups
+from tinyllm.module import TinyLLM, module_of, parameter_groups
 
 
 def export(
@@ -34,7 +34,7 @@ def export(
     if output.exists():
         raise FileExistsError(f"{output} is there already; choose another folder or remove it")
     state = read_checkpoint(checkpoint)
-    module = TinyLLM.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True)
+    module = module_of(state, checkpoint)
     if worker != "average":
         _take_worker(module, state, worker, checkpoint)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
@@ -55,10 +55,13 @@ def _tokenizer(state: dict[str, Any]) -> Tokenizer | None:
 
 def _take_worker(module: TinyLLM, state: dict[str, Any], worker: str, checkpoint: Path) -> None:
     """Replaces the module's weights, the average, by one worker's."""
-    entries: dict[int, dict[str, Tensor]] = (state.get("optimizer_states") or [{"state": {}}])[0][
-        "state"
-    ]
-    workers = entries[0]["exp_avg"].shape[0] if entries else 0
+    try:
+        entries: dict[int, dict[str, Tensor]] = (state.get("optimizer_states") or [{"state": {}}])[
+            0
+        ]["state"]
+        workers = entries[0]["exp_avg"].shape[0] if entries else 0
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{checkpoint} is damaged: its workers' state: {error!r}") from error
     if not worker.isdecimal() or int(worker) >= workers:
         allowed = f"0 to {workers - 1}" if entries else "none, since it holds weights alone"
         raise ValueError(
@@ -69,4 +72,11 @@ def _take_worker(module: TinyLLM, state: dict[str, Any], worker: str, checkpoint
         return
     parameters = [p for group in parameter_groups(module.model) for p in group]
     for index, parameter in enumerate(parameters):
-        parameter.data = entries[index]["weights"][int(worker)][None].clone()
+        rows = entries.get(index, {}).get("weights")
+        if not isinstance(rows, Tensor) or rows.shape != (workers, *parameter.shape[1:]):
+            shape = list(rows.shape) if isinstance(rows, Tensor) else "missing"
+            raise ValueError(
+                f"{checkpoint} is damaged: the weights of parameter {index} are {shape}, not "
+                f"{[workers, *parameter.shape[1:]]}"
+            )
+        parameter.data = rows[int(worker)][None].to(parameter.dtype, copy=True)

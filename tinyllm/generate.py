@@ -11,7 +11,7 @@ from torch import Tensor
 from tinyllm.checkpoint import read_checkpoint
 from tinyllm.data.tokenizer import Tokenizer
 from tinyllm.model import KeyValueCache, Llama
-from tinyllm.module import TinyLLM
+from tinyllm.module import module_of
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a character decodes to while bytes are missing
 
@@ -49,7 +49,8 @@ def generate(
     """
     state = read_checkpoint(checkpoint)
     text = _tokenizer_of(state, checkpoint) if tokenizer is None else Tokenizer.load(tokenizer)
-    model = _model_of(state, checkpoint)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = module_of(state, checkpoint).model.to(device)
     if text.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer has {text.vocab_size} ids and the model {model.config.vocab_size}; "
@@ -80,20 +81,6 @@ def _tokenizer_of(state: dict[str, Any], checkpoint: Path) -> Tokenizer:
             f"{checkpoint} holds no tokenizer, because its data had none; give one with --tokenizer"
         )
     return Tokenizer.from_state(data["tokenizer"])
-
-
-def _model_of(state: dict[str, Any], checkpoint: Path) -> Llama:
-    """The checkpoint's model, on the GPU if there is one."""
-    saved = state.get("hyper_parameters", {})
-    if not {"preset", "config"} <= set(saved):
-        raise ValueError(
-            f"{checkpoint} is no checkpoint of a TinyLLM: its hyperparameters are "
-            f"{', '.join(saved) or 'missing'}"
-        )
-    module = TinyLLM(preset=saved["preset"], config=saved["config"])
-    module.load_state_dict(state["state_dict"])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return module.model.to(device)
 
 
 def decoded(text: Tokenizer, before: list[int], tokens: Iterable[int]) -> Iterator[str]:

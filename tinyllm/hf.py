@@ -140,7 +140,10 @@ def read_model(folder: str | Path) -> tuple[LlamaConfig, dict[str, Tensor]]:
     """
     folder = Path(folder)
     raw = _read_json(folder / _CONFIG)
-    obstacles = [*_obstacles(raw)]
+    try:
+        obstacles = [*_obstacles(raw)]
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{folder / _CONFIG} is damaged: {error}") from error
     # weights of another architecture tell nothing more
     tensors = {} if obstacles else dict(_tensors(folder))
     head = tensors.pop(_HEAD, None)
@@ -164,7 +167,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not a JSON object")
@@ -180,12 +183,28 @@ def _tensors(folder: Path) -> Iterable[tuple[str, Tensor]]:
                 f"there is neither {_WEIGHTS} nor {_INDEX} in {folder}; write the model with "
                 "transformers' save_pretrained, which makes one of them"
             )
-        files = sorted(set(_read_json(folder / _INDEX)["weight_map"].values()))
+        files = _shards(folder / _INDEX)
     load_file = require("safetensors.torch", "hf").load_file
     for file in files:
-        for name, tensor in load_file(folder / file).items():
+        if not (folder / file).is_file():
+            raise FileNotFoundError(f"{folder / file} is missing; {_INDEX} names it")
+        try:
+            tensors = load_file(folder / file)
+        except Exception as error:  # the library's own, which derives from nothing else
+            raise ValueError(f"{folder / file} is not a whole safetensors file: {error}") from error
+        for name, tensor in tensors.items():
             if not name.endswith("rotary_emb.inv_freq"):
                 yield name, tensor
+
+
+def _shards(path: Path) -> list[str]:
+    """The files that an index names, which must lie beside it."""
+    names = _read_json(path).get("weight_map")
+    files: list[Any] = list(names.values()) if isinstance(names, dict) else [names]
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+            raise ValueError(f"{path} names the file {file!r}; it must be a plain name beside it")
+    return sorted(set(files))
 
 
 def _obstacles(raw: Mapping[str, Any]) -> Iterable[str]:
@@ -224,18 +243,26 @@ def _read_config(raw: Mapping[str, Any], folder: Path) -> LlamaConfig:
     missing = [stock for stock in _SIZES.values() if stock not in raw]
     if missing:
         raise ValueError(f"{folder / _CONFIG} has no {', '.join(missing)}")
-    # what is left out has the value that transformers gives it
-    return LlamaConfig(
-        **{own: int(raw[stock]) for own, stock in _SIZES.items()},
-        context=int(raw.get("max_position_embeddings", 2_048)),
-        rope_theta=float(raw.get("rope_theta", _rope(raw).get("rope_theta", 10_000.0))),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        init_std=float(raw.get("initializer_range", 0.02)),
-    )
+    try:
+        # what is left out has the value that transformers gives it
+        return LlamaConfig(
+            **{own: int(raw[stock]) for own, stock in _SIZES.items()},
+            context=int(raw.get("max_position_embeddings", 2_048)),
+            rope_theta=float(raw.get("rope_theta", _rope(raw).get("rope_theta", 10_000.0))),
+            norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            init_std=float(raw.get("initializer_range", 0.02)),
+        )
+    except (OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / _CONFIG} describes no model: {error}") from error
 
 
 def _check_names(tensors: Mapping[str, Tensor], config: LlamaConfig, folder: Path) -> None:
     """Raises ValueError unless these are the tensors of such a model, in their shapes."""
+    if config.layers > len(tensors):
+        raise ValueError(
+            f"{folder} is not the Llama of its {_CONFIG}: that has {config.layers} layers, and "
+            f"there are {len(tensors)} tensors"
+        )
     expected = _shapes(config)
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for what, names in (

@@ -211,6 +211,35 @@ class TinyLLM(LightningModule):
         return int(planned)
 
 
+def module_of(state: Mapping[str, Any], path: Path) -> TinyLLM:
+    """The model of a checkpoint, with the average of all workers' weights.
+
+    Args:
+        state: What :func:`~tinyllm.checkpoint.read_checkpoint` gave.
+        path: The checkpoint's, for errors.
+
+    Raises:
+        ValueError: It is no checkpoint of a TinyLLM, or its weights are not those of its size.
+    """
+    saved, weights = state.get("hyper_parameters", {}), state["state_dict"]
+    if not {"preset", "config"} <= set(saved):
+        raise ValueError(
+            f"{path} is no checkpoint of a TinyLLM: its hyperparameters are "
+            f"{', '.join(map(str, saved)) or 'missing'}"
+        )
+    try:
+        config, _ = _resolve(saved["preset"], saved["config"], None)
+        # before memory is taken for a size that the file only claims
+        found = sum(weight.numel() for weight in weights.values() if weight.is_contiguous())
+        if found != config.num_parameters:
+            raise ValueError(f"its size has {config.num_parameters} and its weights {found}")
+        module = TinyLLM(config=config)
+        module.load_state_dict(weights)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no whole TinyLLM: {error}") from error
+    return module
+
+
 def parameter_groups(model: Llama) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The matrices, which decay, and the norm scales, which do not, in the optimizer's order."""
     parameters = list(model.parameters())

@@ -100,6 +100,8 @@ class TinyLLMCLI(LightningCLI):
         first = [argument for argument in arguments if not argument.startswith("--print_config")]
         self.config = parser.parse_args(first)
         given = self.config[self._command]
+        if given.trainer is None:
+            self._parser(self._command).error("trainer is null; leave it out to take the defaults")
         self._check_strategy(given.trainer.strategy)
         if self._command == "fit" and goes_on_from(self._file_of("last", given)):
             arguments += ["--ckpt_path", "last"]

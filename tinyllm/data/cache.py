@@ -13,6 +13,7 @@ A split is one logical stream of tokens: each document's ids, then one boundary 
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -118,6 +119,23 @@ class Manifest:
             "identity": self.identity,
         }
 
+    def _types(self) -> Iterator[tuple[str, bool]]:
+        """Each value that came from a file, by name, and whether it is of its type."""
+        ids = self.tokenizer
+        yield "request", isinstance(self.request, dict)
+        yield "skipped", isinstance(self.skipped, dict)
+        yield "tokenizer.kind", isinstance(ids.kind, str)
+        yield "tokenizer.file", ids.file is None or isinstance(ids.file, str)
+        yield "tokenizer.sha256", ids.sha256 is None or isinstance(ids.sha256, str)
+        yield "tokenizer.vocab_size", _is_count(ids.vocab_size) and ids.vocab_size >= 1
+        yield "tokenizer.boundary_id", _is_count(ids.boundary_id)
+        for name, split in self.splits.items():
+            yield f"tokens of {name}", _is_count(split.tokens)
+            yield f"documents of {name}", _is_count(split.documents)
+            for number, shard in enumerate(split.shards):
+                fits = isinstance(shard.file, str) and isinstance(shard.sha256, str)
+                yield f"shard {number} of {name}", fits and _is_count(shard.tokens)
+
     @classmethod
     def from_json(cls, value: dict[str, Any], path: Path) -> "Manifest":
         """Read `manifest.json`; `path` is named in errors.
@@ -145,6 +163,11 @@ class Manifest:
             raise CacheError(f"{path} is not a token cache's manifest: {error!r}") from error
         if manifest.dtype not in ("uint16", "uint32"):
             raise CacheError(f"{path}: dtype is {manifest.dtype!r}; allowed: uint16, uint32")
+        if wrong := [what for what, fits in manifest._types() if not fits]:
+            raise CacheError(
+                f"{path} is not a token cache's manifest: {', '.join(wrong[:4])} cannot be used. "
+                f"Run `tinyllm prepare` again."
+            )
         names = [shard.file for split in manifest.splits.values() for shard in split.shards]
         names += [manifest.tokenizer.file] if manifest.tokenizer.file else []
         for name in names:
@@ -158,6 +181,10 @@ class Manifest:
                 f"and its content gives {manifest.identity}. Run `tinyllm prepare` again."
             )
         return manifest
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _split_from_json(value: dict[str, Any]) -> SplitManifest:
@@ -242,7 +269,7 @@ class TokenCache:
             )
         try:
             value = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (RecursionError, ValueError) as error:
             raise CacheError(
                 f"{file} is not JSON: {error}. Run `tinyllm prepare` again."
             ) from error
@@ -303,7 +330,10 @@ class TokenCache:
                 f"{self.path} has no split {name!r}; it has {sorted(self.manifest.splits)}. "
                 f"For a test split, run `tinyllm prepare` with --test_fraction above 0."
             )
-        shards = self.manifest.splits[name].shards
+        # an empty file cannot be mapped
+        shards = [shard for shard in self.manifest.splits[name].shards if shard.tokens]
+        if not shards:
+            raise CacheError(f"split {name!r} of {self.path} holds no tokens; prepare more text")
         maps: list[np.ndarray] = [
             np.memmap(self.path / shard.file, dtype=self.dtype, mode="r") for shard in shards
         ]

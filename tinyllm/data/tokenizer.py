@@ -147,9 +147,23 @@ class Tokenizer:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Tokenizer":
-        """The tokenizer that :meth:`to_state` described."""
-        data = base64.b64decode(state["file"], validate=True)
-        return cls(state["kind"], data, state["boundary_id"], "the checkpoint's tokenizer")
+        """The tokenizer that :meth:`to_state` described.
+
+        Raises:
+            ValueError: It is no such description.
+        """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"the checkpoint's tokenizer is damaged: {type(state).__name__}")
+        try:
+            kind, boundary_id = state["kind"], state["boundary_id"]
+            data = base64.b64decode(state["file"], validate=True)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the checkpoint's tokenizer is damaged: {error!r}") from error
+        if kind not in list(_FILE_NAMES) or type(boundary_id) is not int:
+            raise ValueError(
+                f"the checkpoint's tokenizer is damaged: kind {kind!r}, boundary_id {boundary_id!r}"
+            )
+        return cls(kind, data, boundary_id, "the checkpoint's tokenizer")
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text: uint32 arrays of shape [tokens], without any boundary."""
