@@ -11,16 +11,18 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "acceptance")]
-
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from targets import TARGETS
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, by the targets
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "acceptance")]
+TARGETS = import_module("targets").TARGETS
 
 BATCH = 200  # inputs between two looks at the clock
 
@@ -66,8 +68,6 @@ def main() -> int:
         print(f"{options.target}: failed after {runs:,} inputs (seed {first + number})")
         if isinstance(error, KeyboardInterrupt):
             raise
-        import traceback
-
         traceback.print_exc()
         return 1
     finally:

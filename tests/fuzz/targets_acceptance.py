@@ -35,7 +35,7 @@ from tinyllm.acceptance.traces import QUANTITIES
 
 @cache
 def good_campaign() -> tuple[Path, str]:
-    """A frozen campaign with a candidate, a receipt, a result and tables; and the candidate's id."""
+    """A frozen campaign with a candidate, a receipt, a result and tables; the candidate's id."""
     base = Path(mkdtemp())
     (base / "tree" / "tinyllm").mkdir(parents=True)
     (base / "tree" / "tinyllm" / "model.py").write_text("LAYERS = 8\n", encoding="utf-8")

@@ -256,7 +256,7 @@ TEXTS = st.sampled_from(
 
 
 def config(data: Any, folder: Path) -> None:
-    """``fit --print_config`` prints settings that it reads again as the same, or says what is wrong."""
+    """``--print_config`` prints settings that it reads again as the same, or says what is wrong."""
     path, again = folder / "run.yaml", folder / "again.yaml"
     kind = data.draw(st.sampled_from(["values", "values", "bytes", "text"]))
     good = yaml.safe_dump(GOOD_CONFIG)

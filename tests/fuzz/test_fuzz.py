@@ -1,4 +1,4 @@
-"""Every fuzz target for a few seconds; ``run.py`` beside this file runs one for as long as asked."""
+"""Every fuzz target for a few seconds; ``run.py`` here runs one for as long as asked."""
 
 import tempfile
 from pathlib import Path
