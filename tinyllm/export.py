@@ -53,15 +53,29 @@ def _tokenizer(state: dict[str, Any]) -> Tokenizer | None:
     return None if carried is None else Tokenizer.from_state(carried)
 
 
+def _workers_state(state: dict[str, Any], checkpoint: Path) -> dict[int, dict[str, Any]]:
+    """The optimizer's state by parameter; empty where the checkpoint holds weights alone."""
+    if not state.get("optimizer_states"):
+        return {}
+    try:
+        entries = dict(state["optimizer_states"][0]["state"])
+        usable = all(
+            isinstance(entry, dict)
+            and isinstance(entry["exp_avg"], Tensor)
+            and entry["exp_avg"].ndim
+            for entry in entries.values()
+        )
+        if not usable or (entries and 0 not in entries):
+            raise ValueError("it is none of AdamW's")
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{checkpoint} is damaged: its optimizer's state: {error}") from error
+    return entries
+
+
 def _take_worker(module: TinyLLM, state: dict[str, Any], worker: str, checkpoint: Path) -> None:
     """Replaces the module's weights, the average, by one worker's."""
-    try:
-        entries: dict[int, dict[str, Tensor]] = (state.get("optimizer_states") or [{"state": {}}])[
-            0
-        ]["state"]
-        workers = entries[0]["exp_avg"].shape[0] if entries else 0
-    except (AttributeError, LookupError, TypeError) as error:
-        raise ValueError(f"{checkpoint} is damaged: its workers' state: {error!r}") from error
+    entries = _workers_state(state, checkpoint)
+    workers = len(entries[0]["exp_avg"]) if entries else 0
     if not worker.isdecimal() or int(worker) >= workers:
         allowed = f"0 to {workers - 1}" if entries else "none, since it holds weights alone"
         raise ValueError(
@@ -72,7 +86,7 @@ def _take_worker(module: TinyLLM, state: dict[str, Any], worker: str, checkpoint
         return
     parameters = [p for group in parameter_groups(module.model) for p in group]
     for index, parameter in enumerate(parameters):
-        rows = entries.get(index, {}).get("weights")
+        rows = entries[index].get("weights") if index in entries else None
         if not isinstance(rows, Tensor) or rows.shape != (workers, *parameter.shape[1:]):
             shape = list(rows.shape) if isinstance(rows, Tensor) else "missing"
             raise ValueError(
