@@ -86,8 +86,10 @@ def become(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # sent to a whole group, it is for the trainings
+    # Sent to a whole group, the first two are for trainings. The third is for submitit's job, which
+    # then ends its trainings; they keep ignoring it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     import_all()
     imported_in_vain = cuda_is_touched()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

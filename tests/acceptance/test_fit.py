@@ -101,8 +101,9 @@ def test_a_signal_for_all_reaches_trainings_and_leaves_the_server(
     while not (tmp_path / "run" / "seen.json").exists():
         time.sleep(0.02)
     time.sleep(0.2)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         source._server.send_signal(number)
+    run._process.send_signal(signal.SIGUSR2)  # Slurm's, for the job alone
     run._process.send_signal(signal.SIGTERM)
     with pytest.raises(RunError, match="exit code 143"):
         run.wait()
