@@ -16,7 +16,7 @@ LOCK_VENV := build/lock-venv
 # `make lock` takes the newest releases that setup.cfg admits, except these.
 HELD := torch==2.13.0 triton==3.7.1
 
-.PHONY: help install quickstart pilot test lint format docs docs-serve lock clean
+.PHONY: help install quickstart pilot test lint format docs docs-serve dist lock clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ docs: install  ## build the documentation site into site/
 docs-serve: install  ## show the site on this machine, and renew it while you write
 	@$(BIN)/python .ci/link_tree.py
 	$(MKDOCS) serve
+
+dist: install  ## build the sdist and the wheel into dist/, the same bytes for the same commit
+	$(BIN)/python .ci/dist.py
 
 lock:  ## renew requirements.lock from the ranges in setup.cfg
 	rm -rf $(LOCK_VENV)

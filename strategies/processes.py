@@ -17,6 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
+from tinyllm.strategies.roster import Roster
+
 T = TypeVar("T")
 
 
@@ -33,6 +35,7 @@ class ProcessStrategy(ParallelStrategy):
         super().__init__(**kwargs)
         self.num_nodes = 1
         self._timeout = timedelta(seconds=timeout_seconds)
+        self._roster: Roster | None = None
 
     @property
     @override
@@ -85,6 +88,14 @@ class ProcessStrategy(ParallelStrategy):
                 timeout=self._timeout,
                 device_id=device if device.type != "cpu" else None,
             )
+            self._roster = Roster()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        explanation = self._roster and self._roster.explain(exception)
+        if explanation:
+            exception.add_note(explanation)
 
     @override
     def model_to_device(self) -> None:

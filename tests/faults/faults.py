@@ -56,3 +56,14 @@ class FillAfter(_After):
                         file.write(b"x" * size)
                 except OSError:
                     continue
+
+
+class FailOn(Callback):
+    """Raises an error on one rank, in the middle of an update."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
+        if trainer.global_rank == self._rank and trainer.global_step == 5:
+            raise RuntimeError(f"rank {self._rank} is on fire")

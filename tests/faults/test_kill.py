@@ -52,10 +52,13 @@ def test_killed_at_random_moments_it_ends_as_if_it_were_not(cache: Path, tmp_pat
     last = run(*resume, log=tmp_path / "last.log")
     assert last.wait() == 0, last.said
     assert check_whole(killed) == UPDATES
-    assert_same_run(killed, whole)
+    missing = assert_same_run(killed, whole, KILLS)
     hidden = {path.name for path in killed.rglob(".*") if ".best.ckpt." not in path.name}
     assert hidden == {".lock"}, "what killed runs have left is cleared up"
-    print(f"seed {SEED}: {KILLS} kills, {while_writing} of them while a checkpoint was written")
+    print(
+        f"seed {SEED}: {KILLS} kills, {while_writing} of them while a checkpoint was written; "
+        f"{missing} rows of the log are missing"
+    )
 
 
 def fit(config: Path, folder: Path) -> list[object]:
