@@ -20,18 +20,18 @@ def load_checked(path: Path, map_location: Any = "cpu", mmap: bool = False) -> A
         ValueError: Something else wrote the file, it was damaged, or it holds other objects.
     """
     path.open("rb").close()  # what cannot be opened says so itself
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is no checkpoint, or was cut off: torch.save has not written it")
     try:
         _check_bytes(path)
         return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except Exception as error:  # of zipfile, pickle and torch, which fail in many ways
         reason = (str(error).splitlines() or [repr(error)])[0]
-        raise ValueError(f"{path} is no checkpoint, or a damaged one: {reason}") from error
+        raise ValueError(f"{path} is no checkpoint, or was cut off or damaged: {reason}") from error
 
 
 def _check_bytes(path: Path) -> None:
     """Compares every record with its checksum, which ``torch.load`` does not."""
+    if not zipfile.is_zipfile(path):
+        raise ValueError("torch.save has not written it")
     with zipfile.ZipFile(path) as archive:
         for record in archive.infolist():
             if record.compress_type != zipfile.ZIP_STORED:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tinyllm.config import LlamaConfig
+from tinyllm.data.cache import is_plain_name
 from tinyllm.data.tokenizer import Tokenizer
 from tinyllm.extras import require
 
@@ -202,7 +203,7 @@ def _shards(path: Path) -> list[str]:
     names = _read_json(path).get("weight_map")
     files: list[Any] = list(names.values()) if isinstance(names, dict) else [names]
     for file in files:
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+        if not isinstance(file, str) or not is_plain_name(file):
             raise ValueError(f"{path} names the file {file!r}; it must be a plain name beside it")
     return sorted(set(files))
 

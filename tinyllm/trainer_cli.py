@@ -100,8 +100,11 @@ class TinyLLMCLI(LightningCLI):
         first = [argument for argument in arguments if not argument.startswith("--print_config")]
         self.config = parser.parse_args(first)
         given = self.config[self._command]
-        if given.trainer is None:
-            self._parser(self._command).error("trainer is null; leave it out to take the defaults")
+        for name, key in (("trainer", "strategy"), ("checkpoint", "dirpath")):
+            if not hasattr(given[name], key):  # the parser takes null and lists for a section
+                self._parser(self._command).error(
+                    f"{name} is {given[name]!r}; give its options, or leave it out"
+                )
         self._check_strategy(given.trainer.strategy)
         if self._command == "fit" and goes_on_from(self._file_of("last", given)):
             arguments += ["--ckpt_path", "last"]

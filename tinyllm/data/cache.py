@@ -171,7 +171,7 @@ class Manifest:
         names = [shard.file for split in manifest.splits.values() for shard in split.shards]
         names += [manifest.tokenizer.file] if manifest.tokenizer.file else []
         for name in names:
-            if Path(name).name != name or name in ("", ".", ".."):
+            if not is_plain_name(name):
                 raise CacheError(
                     f"{path} names the file {name!r}; it must be a plain name inside the folder"
                 )
@@ -181,6 +181,20 @@ class Manifest:
                 f"and its content gives {manifest.identity}. Run `tinyllm prepare` again."
             )
         return manifest
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name from a file can only mean a file in the folder that it is looked up in."""
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError:  # half a character
+        return False
+    return (
+        Path(name).name == name
+        and name not in ("", ".", "..")
+        and "\0" not in name
+        and length < 256
+    )
 
 
 def _is_count(value: Any) -> bool:
