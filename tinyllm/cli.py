@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from tinyllm.config_files import check_size
+
 _DEBUG = "JSONARGPARSE_DEBUG"  # set, the parser raises its errors too
 _SECTIONS = ("--trainer", "--model", "--data", "--checkpoint", "--best_checkpoint")
 
@@ -128,7 +130,10 @@ def configs_first(args: Sequence[str], sections: Sequence[str] = ()) -> list[str
             rest.append(argument)
             continue
         kind = parts if flag in sections else whole
-        kind += [argument] if has_value else [argument, *islice(remaining, 1)]
+        named = [argument.partition("=")[2]] if has_value else list(islice(remaining, 1))
+        for path in named:
+            check_size(path)
+        kind += [argument] if has_value else [argument, *named]
     return whole + parts + rest
 
 
