@@ -16,8 +16,8 @@ _CONTEXT.set_forkserver_preload(["tinyllm.trainer_cli", "tinyllm.strategies.regi
 
 Within = Callable[[], AbstractContextManager[object]]
 
-SECONDS = 120.0
-"""After which a test gives up; much more than anything here takes on a busy machine."""
+SECONDS = 240.0
+"""After which a test gives up: thirty times what the longest command takes on a machine at rest."""
 
 
 class Command:

@@ -20,7 +20,7 @@ UPDATES = KILLS * 2 * STRIDE + 5 * STRIDE
 MOMENT_SECONDS = 0.03  # an update of this model with its checkpoint
 
 
-@pytest.mark.timeout(240 + 30 * KILLS)
+@pytest.mark.timeout(600 + 120 * KILLS)
 def test_killed_at_random_moments_it_ends_as_if_it_were_not(cache: Path, tmp_path: Path) -> None:
     moments = random.Random(SEED)
     config = write_config(tmp_path / "run.yaml", cache, UPDATES)
