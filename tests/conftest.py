@@ -1,13 +1,19 @@
-"""What holds for every test: GPU tests only on request, one thread per process, a fixed seed."""
+"""What holds for every test: GPU tests on request, one thread, the interpreter, a fixed seed."""
 
 import os
-import sys
 
 import pytest
 
 # Read when torch is first imported. With one thread, sums come in the same order on every
 # machine, and pytest-xdist's workers do not compete for cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+# Kernels run in Triton's interpreter where there is no GPU. Read whenever Triton, or a kernel, is
+# first imported, so before any test module is.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.hookimpl(trylast=True)  # after pytest's own -m selection
@@ -17,8 +23,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not gpu_items:
         return
     if "gpu" in config.getoption("markexpr"):
-        import torch
-
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
             found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
             raise pytest.UsageError(
@@ -33,5 +37,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Start every test from the same torch seed, whatever ran before it in this process."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    torch.manual_seed(0)

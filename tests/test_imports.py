@@ -5,6 +5,7 @@ import configparser
 import graphlib
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -276,6 +277,14 @@ def test_checker_finds_a_cycle_and_ignores_a_lazy_one(project: Path) -> None:
         project, "tinyllm/b.py", "try:\n    from tinyllm import a\nexcept ImportError:\n    pass\n"
     )
     assert set(import_cycle(project)) == {"tinyllm.a", "tinyllm.b"}
+
+
+def test_helpers_of_tests_have_different_names() -> None:
+    """Their folders are all on the path, and the first of a name would be everybody's."""
+    folders = [*(path for path in (ROOT / "tests").iterdir() if path.is_dir()), ROOT / "docs/tools"]
+    helpers = Counter(path.stem for folder in folders for path in folder.glob("[!_]*.py"))
+    shared = {name for name, number in helpers.items() if number > 1}
+    assert {name for name in shared if not name.startswith("test_")} == {"conftest"}
 
 
 # What an import loads, in a fresh interpreter

@@ -5,8 +5,9 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 _LOCK = ".lock"
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -23,27 +24,43 @@ def alone_in(folder: Path) -> Iterator[None]:
     A file system that knows no locks, as some of clusters do, lets everybody in.
 
     Args:
-        folder: Of a run; made if it is not there. The lock's file stays in it, and only a locked
-            one means anything.
+        folder: Of a run; made if it is not there. The lock's file is in it meanwhile. What a
+            killed run leaves of it means nothing: only a locked one does.
 
     Raises:
         FolderInUseError: If another run is in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK).open("a+", encoding="utf-8") as file:
+    path = folder / _LOCK
+    with _locked(path) as file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the disk may have gone, and another error is on its way
+                path.unlink()
+
+
+def _locked(path: Path) -> TextIO:
+    """The lock's file, locked, and still the one of that name: a run that ended has removed its."""
+    while True:
+        file = path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             owner = file.read().strip() or "another process"
+            file.close()
             raise FolderInUseError(
-                f"{folder} is in use by another run ({owner}); wait until it has ended, or choose "
-                "another folder with --trainer.default_root_dir"
+                f"{path.parent} is in use by another run ({owner}); wait until it has ended, or "
+                "choose another folder with --trainer.default_root_dir"
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS_HERE:
+                file.close()
                 raise
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        yield
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()

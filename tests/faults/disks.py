@@ -9,7 +9,7 @@ from pathlib import Path
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNS = 0x00020000
-_MS_RDONLY, _MS_REMOUNT, _MS_REC, _MS_PRIVATE = 1, 32, 16384, 1 << 18
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
 
 
 @contextmanager
@@ -26,13 +26,22 @@ def small_disk(folder: Path, size_bytes: int, kept: Path) -> Iterator[None]:
 
 
 def make_read_only(folder: Path) -> None:
-    """Takes away the right to write to a disk, as a system does that has seen it fail."""
-    _mount(folder, "none", _MS_REMOUNT | _MS_RDONLY, "")
+    """Takes away the right to write to a disk, as a system does that has seen it fail.
+
+    The disk is mounted once more over itself: one with files open for writing, such as a lock's,
+    could not be changed.
+    """
+    _mount(folder, "none", _MS_BIND, "", source=folder)
+    _mount(folder, "none", _MS_REMOUNT | _MS_BIND | _MS_RDONLY, "")
 
 
-def _mount(folder: Path, kind: str, flags: int, data: str) -> None:
+def _mount(folder: Path, kind: str, flags: int, data: str, source: Path = Path("none")) -> None:
     code = _LIBC.mount(
-        b"none", os.fsencode(folder), kind.encode(), ctypes.c_ulong(flags), data.encode()
+        os.fsencode(source),
+        os.fsencode(folder),
+        kind.encode(),
+        ctypes.c_ulong(flags),
+        data.encode(),
     )
     _check(code, "mount")
 

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from commands import run
 from disks import small_disk
+from processes import run
 from training import EVERY, assert_same_run, check_whole, write_config
 
 from tinyllm.data.cache import TokenCache

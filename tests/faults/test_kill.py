@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import Command, run
+from processes import Command, run
 from training import EVERY, assert_same_run, check_whole, last_logged, write_config
 
 KILLS = int(os.environ.get("TINYLLM_TEST_KILLS", "5"))
@@ -54,7 +54,7 @@ def test_killed_at_random_moments_it_ends_as_if_it_were_not(cache: Path, tmp_pat
     assert check_whole(killed) == UPDATES
     missing = assert_same_run(killed, whole, KILLS)
     hidden = {path.name for path in killed.rglob(".*") if ".best.ckpt." not in path.name}
-    assert hidden == {".lock"}, "what killed runs have left is cleared up"
+    assert not hidden, "what killed runs have left is cleared up"
     print(
         f"seed {SEED}: {KILLS} kills, {while_writing} of them while a checkpoint was written; "
         f"{missing} rows of the log are missing"

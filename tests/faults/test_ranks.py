@@ -4,16 +4,12 @@ import os
 import random
 import re
 import signal
-import socket
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from commands import Command, run
+from processes import Command, ranks, run
 from training import check_whole, last_logged, tensors, write_config
 
 KILLS = int(os.environ.get("TINYLLM_TEST_RANK_KILLS", "1"))  # of four ranks
@@ -24,43 +20,6 @@ pytestmark = pytest.mark.timeout(900)
 STRIDE = 8
 UPDATES = (KILLS + 1) * 2 * STRIDE + 4 * STRIDE
 MOMENT_SECONDS = 0.05
-
-
-@contextmanager
-def as_rank(rank: int, ranks: int, port: int) -> Iterator[None]:
-    """What torchrun tells a rank."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "TORCHELASTIC_RUN_ID": "test",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    yield
-
-
-@contextmanager
-def ranks(number: int, *args: object, logs: Path) -> Iterator[list[Command]]:
-    """A command on several ranks."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                Command(
-                    *args,
-                    "--trainer.devices",
-                    number,
-                    log=logs / f"rank{rank}.log",
-                    within=partial(as_rank, rank, number, port),
-                )
-            )
-            for rank in range(number)
-        ]
 
 
 def kill_one(commands: list[Command], folder: Path, moments: random.Random) -> int:

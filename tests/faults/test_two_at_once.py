@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import SECONDS, Command, run
 from fake_checkout import make_cache, make_checkout
+from processes import SECONDS, Command, run
 from training import assert_same_run, check_whole, last_logged, write_config
 
 from tinyllm.acceptance.campaign import Campaign

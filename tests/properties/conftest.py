@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, Phase, settings
 
 # for campaign_tables.py and simulation.py
 sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("acceptance", "strategies")]
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are imported; none runs here
 
 _COMMON = {
     "deadline": None,

@@ -3,10 +3,12 @@
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 # One process imports everything once, and each command is a fork of it: a kill in the first
@@ -79,6 +81,43 @@ def run(*args: object, log: Path, within: Within = nullcontext) -> Command:
     command = Command(*args, log=log, within=within)
     command.wait()
     return command
+
+
+@contextmanager
+def _as_rank(rank: int, ranks: int, port: int) -> Iterator[None]:
+    """What torchrun tells a rank."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_RUN_ID": "test",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    yield
+
+
+@contextmanager
+def ranks(number: int, *args: object, logs: Path) -> Iterator[list[Command]]:
+    """A command on several ranks."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                Command(
+                    *args,
+                    "--trainer.devices",
+                    number,
+                    log=logs / f"rank{rank}.log",
+                    within=partial(_as_rank, rank, number, port),
+                )
+            )
+            for rank in range(number)
+        ]
 
 
 def _run(args: list[str], log: Path, within: Within) -> None:
