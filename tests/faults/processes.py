@@ -67,13 +67,13 @@ class Command:
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
-    def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Waits for something that happens while it runs."""
+    def wait_until(self, reached: Callable[[], bool], pause: float = 0.001) -> None:
+        """Waits for something that happens while it runs; looks every `pause` seconds."""
         end = time.monotonic() + SECONDS
         while not reached():
             assert self._process.exitcode is None, f"it ended before:\n{self.said}"
             assert time.monotonic() < end, f"it takes too long:\n{self.said}"
-            time.sleep(0.001)
+            time.sleep(pause)
 
 
 def run(*args: object, log: Path, within: Within = nullcontext) -> Command:

@@ -1,6 +1,7 @@
 """A small packed run that leaves every kind of file, and what a reader may find in its folder."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning.pytorch.core.saving import load_hparams_from_yaml
 
 from tinyllm.checkpoint import read_checkpoint
 
+_LONGEST_ROW = 4_096  # bytes
 EVERY = 3  # updates from one checkpoint to the next
 _FILES = {
     *("config.yaml", "hparams.yaml", "metrics.csv", "consensus.csv", "memory.json"),
@@ -136,10 +138,12 @@ def assert_same_run(folder: Path, whole: Path, kills: int = 0) -> int:
 def last_logged(folder: Path) -> int:
     """The last update in the log, from 0; -1 if there is none."""
     try:
-        text = (folder / "metrics.csv").read_text(encoding="utf-8")
+        with (folder / "metrics.csv").open("rb") as file:
+            header = file.readline().decode()
+            file.seek(max(file.tell(), os.fstat(file.fileno()).st_size - _LONGEST_ROW))
+            text = file.read().decode()
     except FileNotFoundError:
         return -1
-    header, *rows = text.splitlines()
-    if not rows or not text.endswith("\n"):
+    if not text.endswith("\n"):  # of no rows, or while one is written
         return -1
-    return int(rows[-1].split(",")[header.split(",").index("step")])
+    return int(text.splitlines()[-1].split(",")[header.strip().split(",").index("step")])
