@@ -13,10 +13,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 LOCK_VENV := build/lock-venv
+AUDIT_VENV := build/audit-venv
 # `make lock` takes the newest releases that setup.cfg admits, except these.
 HELD := torch==2.13.0 triton==3.7.1
 
-.PHONY: help install quickstart pilot test lint format docs docs-serve dist lock clean
+.PHONY: help install quickstart pilot test lint format docs docs-serve dist lock audit clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +77,11 @@ lock:  ## renew requirements.lock from the ranges in setup.cfg
 	$(LOCK_VENV)/bin/python .ci/lock.py > requirements.lock.new
 	mv requirements.lock.new requirements.lock
 	rm -rf $(LOCK_VENV)
+
+audit:  ## look up the pinned packages in the list of known vulnerabilities (needs the network)
+	$(PYTHON) -m venv $(AUDIT_VENV)
+	$(AUDIT_VENV)/bin/pip install --quiet pip-audit
+	$(AUDIT_VENV)/bin/pip-audit --strict --disable-pip --no-deps --requirement requirements.lock
 
 clean:  ## remove the environment, caches and build outputs; keeps data/ and runs/
 	rm -rf $(VENV) .typecheck build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

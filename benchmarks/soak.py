@@ -1,7 +1,7 @@
 """Does a long run stay as it was in its first minutes: memory, open files, threads, speed?
 
     python benchmarks/soak.py RESULTS --updates 20000
-    python benchmarks/soak.py RESULTS --device gpu --minutes 20
+    python benchmarks/soak.py RESULTS --device gpu --minutes 20 --window-seconds 60
 
 Trains four packed workers of a tiny model on the CPU, or eight of the 20m recipe (8 x 16 rows of
 1,024 tokens) on a GPU, through ``Trainer.fit`` with a validation, a log, callbacks and a checkpoint
@@ -43,13 +43,13 @@ class Limits:
 
     Attributes:
         memory_growth: Of the resident set and, on a GPU, of what torch has reserved there.
-        handle_growth: Open files, and threads.
+        handle_growth: Of open files, and of threads.
         speed_spread: On a GPU, the largest and the smallest window's distance from the median. A
             CPU is seldom alone.
     """
 
     memory_growth: float = 0.01
-    handle_growth: int = 0
+    handle_growth: float = 0.0
     speed_spread: float = 0.02
 
 
@@ -96,7 +96,7 @@ class Watch(Callback):
         if time.perf_counter() - self._start < self._length:
             return
         saving = _now(trainer)
-        trainer.save_checkpoint(self._path)
+        trainer.save_checkpoint(self._path, weights_only=False)
         now = _now(trainer)
         seconds, updates = now - self._start, trainer.global_step - self._first_update
         self.windows.append(
@@ -153,27 +153,35 @@ def judge(windows: Sequence[Window], on_gpu: bool, limits: Limits | None = None)
     if quarter < 2:
         raise ValueError(f"there are {len(windows)} windows; at least 8 are needed to compare them")
     early, late = windows[quarter : 2 * quarter], windows[-quarter:]
+    flat: dict[str, dict[str, float]] = {}
     problems = []
-    found: dict[str, Any] = {"windows": len(windows), "updates": windows[-1].update}
-    for name in ("rss_bytes", "reserved_bytes"):
+    for name, unit, allowed in (
+        ("rss_bytes", "MiB", limits.memory_growth),
+        ("reserved_bytes", "MiB", limits.memory_growth),
+        ("open_files", "", limits.handle_growth),
+        ("threads", "", limits.handle_growth),
+    ):
         before, after = (median(getattr(w, name) for w in part) for part in (early, late))
         growth = after / before - 1 if before else 0.0
-        found |= {f"{name}_early": before, f"{name}_late": after, f"{name}_growth": growth}
-        if growth > limits.memory_growth:
-            problems.append(f"{name} grew by {growth:.2%}; allowed: {limits.memory_growth:.2%}")
-    for name in ("open_files", "threads"):
-        before, after = (max(getattr(w, name) for w in part) for part in (early, late))
-        found |= {f"{name}_early": before, f"{name}_late": after}
-        if after - before > limits.handle_growth:
-            problems.append(f"{name} grew from {before} to {after}")
+        scale = 2**20 if unit else 1
+        label = f"{name.removesuffix('_bytes')}, {unit}" if unit else name
+        flat[label] = {"early": before / scale, "late": after / scale, "growth": growth}
+        if growth > allowed:
+            problems.append(f"{name} grew by {growth:.2%}; allowed: {allowed:.2%}")
     speeds = [window.tokens_per_second for window in windows[quarter:]]
     middle = median(speeds)
     spread = max(max(speeds) / middle - 1, 1 - min(speeds) / middle)
-    found |= {"median_tokens_per_second": middle, "speed_spread": spread}
-    found["checkpoint_seconds"] = median(window.checkpoint_seconds for window in windows)
     if on_gpu and spread > limits.speed_spread:
         problems.append(f"a window's speed is {spread:.2%} off; allowed: {limits.speed_spread:.2%}")
-    return found | {"limits": asdict(limits), "problems": problems}
+    return {
+        "updates": windows[-1].update,
+        "windows": len(windows),
+        "flat": flat,
+        "speed": {"median tokens per second": middle, "largest distance from it": spread},
+        "checkpoint_seconds": median(window.checkpoint_seconds for window in windows),
+        "limits": asdict(limits),
+        "problems": problems,
+    }
 
 
 def train(options: argparse.Namespace, folder: Path) -> list[Window]:
@@ -222,7 +230,7 @@ def main(args: Sequence[str] | None = None) -> int:
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--updates", type=int)
     length.add_argument("--minutes", type=float)
-    parser.add_argument("--window-seconds", type=float, default=60.0)
+    parser.add_argument("--window-seconds", type=float, default=5.0)
     parser.add_argument("--validate-every", type=int, default=500, metavar="UPDATES")
     options = parser.parse_args(args)
     with tempfile.TemporaryDirectory() as folder:
