@@ -11,7 +11,6 @@ from typing_extensions import override
 from tinyllm.callbacks.files import write_csv
 from tinyllm.errors import naming
 from tinyllm.metrics import UpdateMetrics
-from tinyllm.module import TinyLLM
 
 
 class ConsensusDistance(Callback):
@@ -24,9 +23,9 @@ class ConsensusDistance(Callback):
 
     Columns: ``update`` (from 0), ``distance`` over all N workers (the root of the mean of
     squares), ``relative_distance`` (that over ‖x̄‖), then ``distance/i`` = ‖x_i − x̄‖ and
-    ``relative_distance/i`` for each worker i. A resumed run continues the file. :class:`TinyLLM`
-    logs the same numbers; for any other module this callback logs ``consensus/distance`` and
-    ``consensus/relative_distance``.
+    ``relative_distance/i`` for each worker i. A resumed run continues the file.
+    ``consensus/distance`` and ``consensus/relative_distance`` are logged, too, as
+    :class:`TinyLLM` does by itself.
 
     With one worker there is no distance: it says so once and does nothing.
 
@@ -49,30 +48,21 @@ class ConsensusDistance(Callback):
         if not self._active:
             rank_zero_info("ConsensusDistance: there is one worker, so there is no distance")
 
-    @override
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_log_point(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: UpdateMetrics
+    ) -> dict[str, float]:
+        """Writes a row; a strategy calls this when the distances have come from the device."""
         if not self._active:
-            return
-        metrics: UpdateMetrics | None = getattr(trainer.strategy, "update_metrics", None)
-        if metrics is None or metrics.consensus_distance is None:
-            return  # a part of an update, or no log point
+            return {}
         values = metrics.scalars()
         overall = {name: values[f"consensus/{name}"] for name in ("distance", "relative_distance")}
-        if not isinstance(pl_module, TinyLLM):
-            pl_module.log_dict({f"consensus/{name}": value for name, value in overall.items()})
         if trainer.is_global_zero:
-            row = {"update": trainer.global_step - 1, **overall}
-            for worker in range(len(metrics.consensus_distance)):
+            row = {"update": metrics.step, **overall}
+            for worker in range(trainer.strategy.ranks.num_workers):  # type: ignore[attr-defined]
                 for name in ("distance", "relative_distance"):
                     row[f"{name}/{worker}"] = values[f"worker_{name}/{worker}"]
             self._write(Path(self._folder or trainer.default_root_dir), row)
+        return {f"consensus/{name}": value for name, value in overall.items()}
 
     def _write(self, folder: Path, row: dict[str, Any]) -> None:
         if self._path is None:

@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from tinyllm.callbacks.files import write_json
+from tinyllm.metrics import UpdateMetrics
 
 Peaks = dict[str, int]
 """Bytes by name."""
@@ -118,18 +119,25 @@ class MemoryMonitor(Callback):
         if trainer.global_step == self._updates:
             return  # the batch is a part of an update
         self._updates = trainer.global_step
-        if logs:
-            peaks = self._peaks.look()
-            pl_module.log_dict(
-                {
-                    f"memory/{name.replace('bytes', 'gib')}": value / 2**30
-                    for name, value in peaks.items()
-                }
-            )
-            if time.monotonic() - self._written >= _LOG_POINT_SECONDS:
-                self._write(trainer)
+        if logs and not hasattr(trainer.strategy, "update_metrics"):  # nobody calls on_log_point
+            pl_module.log_dict(self._look(trainer))
         if self._peaks.phase == "startup":
             self._peaks.enter("training")
+
+    def on_log_point(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: UpdateMetrics
+    ) -> dict[str, float]:
+        """The peaks so far, for tinyllm's strategies to log with the update's other values."""
+        return self._look(trainer)
+
+    def _look(self, trainer: Trainer) -> dict[str, float]:
+        assert self._peaks is not None
+        peaks = self._peaks.look()
+        if time.monotonic() - self._written >= _LOG_POINT_SECONDS:
+            self._write(trainer)
+        return {
+            f"memory/{name.replace('bytes', 'gib')}": value / 2**30 for name, value in peaks.items()
+        }
 
     @override
     def on_save_checkpoint(

@@ -28,6 +28,7 @@ from tinyllm.strategies.backends import (
 )
 from tinyllm.strategies.checkpoint_io import AtomicCheckpointIO
 from tinyllm.strategies.engine import Combine, Engine, GroupHyperparameters, Ranks
+from tinyllm.strategies.log_points import LogPoints
 from tinyllm.strategies.native import NativeEngine
 from tinyllm.strategies.processes import ProcessStrategy
 from tinyllm.strategies.state import EngineState
@@ -79,6 +80,7 @@ class ArenaStrategy(ProcessStrategy):
         self._state_left: dict[str, Any] | None = None
         self._common_stop: CommonStop | None = None
         self.update_metrics: UpdateMetrics | None = None
+        self._log_points: LogPoints | None = None
 
     # --- set-up -----------------------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class ArenaStrategy(ProcessStrategy):
             rank_zero_info(f"backend: {backend} ({reason})")
             self._failure_raised = False
             self._state_left = None
+            self._log_points = LogPoints(trainer, self._check_for_failure)
             if self.ranks.world_size > 1:
                 self._common_stop = CommonStop(trainer)
             self.setup_optimizers(trainer)
@@ -218,7 +221,8 @@ class ArenaStrategy(ProcessStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        trainer = self._trainer
+        trainer, log_points = self._trainer, self._log_points
+        assert log_points is not None
         result = closure()
         self.engine.finish_gradients(self._gradients_are_seen)
         if self._gradients_are_seen:  # hooks that nobody has overridden cost small updates time
@@ -229,17 +233,24 @@ class ArenaStrategy(ProcessStrategy):
             trainer.gradient_clip_val or None,
             self._combine(),
         )
-        # only at log points is anything gathered or read, which waits for the device
+        # only at log points is anything gathered or read
         every: int = trainer.log_every_n_steps or 50  # type: ignore[attr-defined]
         if (trainer.global_step + 1) % every == 0:
             self._complete(metrics)
+            log_points.add(metrics)
             if self._common_stop is not None:
                 self._common_stop.agree(self.root_device)
-            self._check_for_failure()
-        elif self.root_device.type == "cpu":
+        # the device is given the next updates meanwhile; several ranks have to fail at the same one
+        log_points.show(wait=self.ranks.world_size > 1)
+        if self._asks_after_every_update:
             self._check_for_failure()
         self.update_metrics = metrics
         return result
+
+    @property
+    def _asks_after_every_update(self) -> bool:
+        """Whether to look for failures at once; on a CPU there is nothing to wait for."""
+        return self.root_device.type == "cpu"
 
     def _check_for_failure(self) -> None:
         """Raises once for a non-finite update; after that the last good state can be saved."""
@@ -258,12 +269,14 @@ class ArenaStrategy(ProcessStrategy):
         """Adds what is only wanted at log points, and brings all workers' values together."""
         ranks = self.ranks
         metrics.complete = True
+        metrics.step, metrics.epoch = self._trainer.global_step, self._trainer.current_epoch
         metrics.loss = ranks.gather(metrics.loss)
         metrics.targets = ranks.gather(metrics.targets)
         metrics.grad_norm = ranks.gather(metrics.grad_norm)
         if ranks.num_workers > 1:
             distance, metrics.average_norm = self.engine.consensus_distance()
             metrics.consensus_distance = ranks.gather(distance)
+        metrics.send()
 
     @property
     def _trainer(self) -> Trainer:
@@ -279,6 +292,8 @@ class ArenaStrategy(ProcessStrategy):
             yield
             return
         self._check_for_failure()
+        if self._log_points is not None:
+            self._log_points.show(wait=True)
         with self._tenant.average_bound():
             yield
 
@@ -337,6 +352,9 @@ class ArenaStrategy(ProcessStrategy):
     @override
     def teardown(self) -> None:
         self._evaluation.close()  # an error may have come before its end
+        if self._log_points is not None:
+            self._log_points.end()
+            self._log_points = None
         if self._common_stop is not None:
             self._common_stop.end()
             self._common_stop = None

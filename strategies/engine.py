@@ -119,6 +119,7 @@ class Engine(Protocol):
         pending: Whether batches have been accumulated for an update that is not applied yet.
         nll: ``[W]`` summed loss of those batches.
         targets: ``[W]`` number of targets in those batches.
+        failed: ``[]`` on the device, not 0 once an update was not finite; nothing is written then.
     """
 
     arena: Arena
@@ -127,6 +128,7 @@ class Engine(Protocol):
     pending: bool
     nll: Tensor
     targets: Tensor
+    failed: Tensor
 
     def accumulate(self, *batch: Any) -> Tensor:
         """Adds the gradients of a batch.

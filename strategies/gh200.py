@@ -75,7 +75,7 @@ class Gh200Engine:
         self.nll, self.targets, _ = self._totals
         self._scale = torch.zeros(workers, dtype=dtype, device=device)
         self._step = torch.zeros((), dtype=torch.int64, device=device)
-        self._failed = torch.zeros((), dtype=torch.int32, device=device)
+        self.failed = torch.zeros((), dtype=torch.int32, device=device)
         self._failed_workers = torch.zeros(workers, dtype=torch.int32, device=device)
         self._all_failed_workers = self._failed_workers
         blocks = column_blocks(arena.layout.groups, workers)
@@ -194,7 +194,7 @@ class Gh200Engine:
         self._applied += 1
         self.pending = False
         loss, norm = self._results.clone().unbind()
-        return UpdateMetrics(loss, self.targets.clone(), norm, groups[0].lr)
+        return UpdateMetrics(loss, self.targets.clone(), norm, groups[0].lr, self.failed)
 
     def _scalars(
         self, groups: list[GroupHyperparameters], clip_norm: float | None, combine: Combine | None
@@ -228,14 +228,14 @@ class Gh200Engine:
         gradient_squares(self.arena.gradients, self._squares)
         prepare(
             *(self._squares, self.nll, self.targets, self._clip_norm),
-            *(self._failed, self._failed_workers, *self._results.unbind(), self._scale),
+            *(self.failed, self._failed_workers, *self._results.unbind(), self._scale),
         )
 
     def _adamw(self, mixing: Mixing) -> None:
         arena = self.arena
         adamw(
             *(arena.weights, arena.gradients, arena.exp_avg, arena.exp_avg_sq, self._shadow),
-            *(self._scale, self._failed, self._step, self._hyperparameters, self._matrix),
+            *(self._scale, self.failed, self._step, self._hyperparameters, self._matrix),
             *(self._blocks, self._spread if arena.workers > 1 else None, mixing),
         )
 
@@ -243,12 +243,12 @@ class Gh200Engine:
         """An update whose rows mix with those of other ranks, which have to agree on failures."""
         self._call("prepare", self._prepare)
         self._all_failed_workers = self._ranks.gather(self._failed_workers)
-        self._failed.copy_(self._all_failed_workers.any())
+        self.failed.copy_(self._all_failed_workers.any())
         if combine is not None and combine.scheme == "awc":
-            combine(self.arena.weights, self._failed.bool())
+            combine(self.arena.weights, self.failed.bool())
         self._call("adamw", self._adamw, "none")
         if combine is not None and combine.scheme == "atc":
-            combine(self.arena.weights, self._failed.bool())
+            combine(self.arena.weights, self.failed.bool())
             # the shadow follows at the next batch, since the weights' version has changed
 
     # --- what is told -------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class Gh200Engine:
 
     def raise_if_failed(self) -> None:
         """Raises :class:`NonFiniteError` if any update so far met one; synchronizes."""
-        if self._failed.item():
+        if self.failed.item():
             workers = self._all_failed_workers.nonzero().flatten().tolist()
             raise NonFiniteError(self._ahead + self.updates, workers)
 

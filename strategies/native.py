@@ -69,7 +69,7 @@ class NativeEngine:
             [torch.zeros((), device=device) for _ in range(workers)] for _ in arena.layout.groups
         ]
         # the first update with a loss or gradient that is not finite; after it nothing is written
-        self._failed = torch.zeros((), dtype=torch.bool, device=device)
+        self.failed = torch.zeros((), dtype=torch.bool, device=device)
         self._failed_workers = torch.zeros(ranks.num_workers, dtype=torch.bool, device=device)
         self._failed_update = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -127,18 +127,18 @@ class NativeEngine:
         if clip_norm is not None:
             self.arena.gradients *= (clip_norm / (norm + 1e-6)).clamp_max(1.0)[:, None]
         if combine is not None and combine.scheme == "awc":
-            combine(self.arena.weights, self._failed)
+            combine(self.arena.weights, self.failed)
         self._adapt(groups)
         if combine is not None and combine.scheme == "atc":
-            combine(self.arena.weights, self._failed)
+            combine(self.arena.weights, self.failed)
         self.next_update += 1
         self.pending = False
-        return UpdateMetrics(loss, self.targets.clone(), norm, groups[0].lr)
+        return UpdateMetrics(loss, self.targets.clone(), norm, groups[0].lr, self.failed)
 
     def _adapt(self, groups: list[GroupHyperparameters]) -> None:
         """AdamW on every row: ``x ← (1 − ηλ) x − η u``; writes nothing once an update failed."""
         arena = self.arena
-        found_inf = self._failed.float()
+        found_inf = self.failed.float()
         ranges = zip(arena.layout.groups, self._steps, groups, strict=True)
         for (start, stop), steps, group in ranges:
             weights, gradients, exp_avg, exp_avg_sq = (
@@ -165,10 +165,10 @@ class NativeEngine:
 
     def _note_failures(self, bad: Tensor) -> None:
         bad = self._ranks.gather(bad)
-        first = bad.any() & ~self._failed
+        first = bad.any() & ~self.failed
         self._failed_workers |= bad & first
         self._failed_update += first * self.next_update
-        self._failed |= first
+        self.failed |= first
 
     def consensus_distance(self) -> tuple[Tensor, Tensor]:
         """``‖x_i − x̄‖`` of each local worker ``[W]`` after the last update, and ``‖x̄‖`` ``[1]``."""
@@ -176,7 +176,7 @@ class NativeEngine:
 
     def raise_if_failed(self) -> None:
         """Raises :class:`NonFiniteError` if any update so far met one; synchronizes."""
-        if self._failed.item():
+        if self.failed.item():
             workers = self._failed_workers.nonzero().flatten().tolist()
             raise NonFiniteError(int(self._failed_update.item()), workers)
 

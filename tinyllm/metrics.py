@@ -1,5 +1,6 @@
 """What an update tells callbacks and loggers, and exact losses over a split."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,14 +13,20 @@ class UpdateMetrics:
     """Results of one update, left on the device until somebody reads them.
 
     At log points they are complete: they cover all N workers. In between they cover only the W
-    workers of this rank, and what is marked as optional is None.
+    workers of this rank, and what is marked as optional is None. A callback that defines
+    ``on_log_point(trainer, pl_module, metrics)``, or a LightningModule that defines
+    ``on_log_point(metrics)``, is shown them once they have come from the device, and may return
+    values to log.
 
     Attributes:
         loss: ``[N]`` mean loss of each worker over its targets, in nats; 0 where it had none.
         targets: ``[N]`` number of those targets.
         grad_norm: ``[N]`` global gradient norm of each worker, before clipping.
         learning_rate: Of this update.
+        failed: ``[]``; not 0 after an update that was not finite, this one or one before.
         complete: Whether this is a log point.
+        step: Optional; number of the update, from 0.
+        epoch: Optional; the update's epoch.
         gamma: Optional; how much of the mixing was left, 0 to 1.
         consensus_distance: Optional ``[N]``; ``‖x_i − x̄‖`` of each worker after the update.
         average_norm: Optional ``[1]``; ``‖x̄‖``.
@@ -29,11 +36,34 @@ class UpdateMetrics:
     targets: Tensor
     grad_norm: Tensor
     learning_rate: float
+    failed: Tensor
     complete: bool = False
+    step: int | None = None
+    epoch: int | None = None
     gamma: float | None = None
     consensus_distance: Tensor | None = None
     average_norm: Tensor | None = None
+    _sent: "_Sent | None" = field(default=None, init=False, repr=False)
     _scalars: dict[str, float] | None = field(default=None, init=False, repr=False)
+
+    def send(self) -> None:
+        """Sends the values to the host, without waiting for the device."""
+        self._sent = _Sent(
+            (
+                *(self.loss, self.targets, self.grad_norm, self.failed),
+                *(self.consensus_distance, self.average_norm),
+            )
+        )
+
+    @property
+    def arrived(self) -> bool:
+        """Whether :meth:`scalars` would not have to wait for the device."""
+        return self._sent is not None and self._sent.arrived
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether ``failed`` is set; waits for the values."""
+        return self._values()[3] != [0.0]
 
     def scalars(self) -> dict[str, float]:
         """Named values for loggers, read from the device in one transfer, once.
@@ -46,10 +76,14 @@ class UpdateMetrics:
             self._scalars = self._read_scalars()
         return dict(self._scalars)
 
+    def _values(self) -> list[list[float]]:
+        if self._sent is None:
+            self.send()
+        assert self._sent is not None
+        return self._sent.values()
+
     def _read_scalars(self) -> dict[str, float]:
-        loss, targets, grad_norm, distance, norm = _read(
-            self.loss, self.targets, self.grad_norm, self.consensus_distance, self.average_norm
-        )
+        loss, targets, grad_norm, _, distance, norm = self._values()
         trained = [worker for worker, count in enumerate(targets) if count]
         values = {
             "train/loss": sum(loss[w] * targets[w] for w in trained) / max(1.0, sum(targets)),
@@ -71,12 +105,27 @@ class UpdateMetrics:
         return values
 
 
-def _read(*tensors: Tensor | None) -> list[list[float]]:
-    """The values of all tensors, with one wait for the device; nothing for None."""
-    given = [t.detach().double().flatten() for t in tensors if t is not None]
-    flat = torch.cat(given).cpu()
-    parts = iter(flat.split([t.numel() for t in given]))
-    return [[] if t is None else next(parts).tolist() for t in tensors]
+class _Sent:
+    """Values of tensors on their way to the host, all in one transfer; nothing for None."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self._sizes = [0 if t is None else t.numel() for t in tensors]
+        flat = torch.cat([t.detach().double().flatten() for t in tensors if t is not None])
+        self._flat = flat.to("cpu", non_blocking=True)  # into pinned memory
+        self._event: torch.cuda.Event | None = None
+        if flat.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def arrived(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def values(self) -> list[list[float]]:
+        """Those of each tensor; waits for them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [part.tolist() for part in self._flat.split(self._sizes)]
 
 
 class TokenLoss(Metric):

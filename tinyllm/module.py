@@ -85,6 +85,7 @@ class TinyLLM(LightningModule):
             self.load_state_dict(weights)
         self.validation_loss = TokenLoss()
         self.test_loss = TokenLoss()
+        self._newest_loss: Tensor | None = None
         # plain values only, so that checkpoints load with weights_only=True
         self.save_hyperparameters(
             {
@@ -132,15 +133,18 @@ class TinyLLM(LightningModule):
                 weight_decay=decay,
             )
 
+    def on_log_point(self, metrics: UpdateMetrics) -> dict[str, float]:
+        """What a strategy is to log of an update; it calls this when the values are there."""
+        values = metrics.scalars()
+        # as a host tensor: Lightning would move a number to the device, and wait for it
+        self._newest_loss = torch.tensor(values["train/loss"])
+        return values
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """At log points, reads what the strategy left on the device, once."""
-        metrics: UpdateMetrics | None = getattr(self.trainer.strategy, "update_metrics", None)
-        if metrics is None or not metrics.complete:
-            return
-        # as host tensors: Lightning would move numbers to the device, and wait for each
-        values = {name: torch.tensor(value) for name, value in metrics.scalars().items()}
-        self.log("train/loss", values.pop("train/loss"), prog_bar=True)
-        self.log_dict(values)
+        """Shows the newest loss in whatever progress bar there is."""
+        if self._newest_loss is not None:
+            self.log("train/loss", self._newest_loss, prog_bar=True, logger=False)
+            self._newest_loss = None
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         """Adds a batch to the split's exact loss."""

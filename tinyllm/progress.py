@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections import deque
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -10,6 +11,8 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 from typing_extensions import override
+
+from tinyllm.metrics import UpdateMetrics
 
 REDRAW_SECONDS = 0.1
 LINE_SECONDS = 5.0
@@ -19,7 +22,7 @@ _BAR = "{{l_bar}}{{bar}}| {{n_fmt}}/{{total_fmt}} updates [{{elapsed}}<{left}{{p
 class RunProgressBar(TQDMProgressBar):
     """One bar for the whole run, with time left, loss, learning rate and tokens per second.
 
-    Values are renewed at log points, where they have just been read and so are complete. The rate
+    Values are renewed at log points, once they have come from the device. The rate
     is over the updates since the log point before, without validation and the first update, which
     may have been compiled; the time left goes by all updates but the first, with validation. Each
     validation leaves a line above the bar. Where the output is no
@@ -32,7 +35,8 @@ class RunProgressBar(TQDMProgressBar):
         self._drawn = -math.inf
         self._updates = 0
         self._planned: int | None = None
-        self._tokens = 0
+        self._arrived: UpdateMetrics | None = None
+        self._batches: deque[tuple[int, int]] = deque()  # update, tokens; not yet in a rate
         self._started: float | None = None
         self._first: tuple[int, float] | None = None  # update, and when it was done
         self._in_lines = False
@@ -62,7 +66,8 @@ class RunProgressBar(TQDMProgressBar):
         self._restart()
 
     def _restart(self) -> None:
-        self._tokens, self._started = 0, None
+        self._batches.clear()
+        self._started = None
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
@@ -82,15 +87,25 @@ class RunProgressBar(TQDMProgressBar):
         if self._started is None:
             self._started = time.perf_counter()
         elif isinstance(batch, Tensor) and batch.ndim == 2:
-            self._tokens += batch.shape[0] * (batch.shape[1] - 1) * trainer.world_size
+            tokens = batch.shape[0] * (batch.shape[1] - 1) * trainer.world_size
+            self._batches.append((trainer.global_step, tokens))
         if trainer.global_step == self._updates:
             return  # the batch is a part of an update
         self._updates = trainer.global_step
         if self._first is None:
             self._first = (self._updates, time.perf_counter())
-        metrics = getattr(trainer.strategy, "update_metrics", None)
-        if metrics.complete if metrics else trainer._logger_connector.should_update_logs:
-            self._renew(trainer)
+        if self._arrived is not None:
+            assert self._arrived.step is not None
+            values = self._arrived.scalars()
+            self._renew(self._arrived.step + 1, values["train/loss"], values["train/lr"])
+            self._arrived = None
+        elif (
+            trainer._logger_connector.should_update_logs
+            and not hasattr(trainer.strategy, "update_metrics")  # nobody calls on_log_point
+        ):
+            groups = trainer.optimizers[0].param_groups if trainer.optimizers else [{}]
+            loss = trainer.callback_metrics.get("train/loss")
+            self._renew(self._updates, loss, groups[0].get("lr"))
         if self._is_due(self._updates, self._planned):
             self._draw()
 
@@ -113,22 +128,25 @@ class RunProgressBar(TQDMProgressBar):
         left: str = Tqdm.format_interval(per_update * (self._planned - self._updates))
         return left
 
-    def _renew(self, trainer: Trainer) -> None:
-        metrics = getattr(trainer.strategy, "update_metrics", None)
-        if metrics is not None:
-            values = metrics.scalars()
-            loss, lr = values["train/loss"], values["train/lr"]
-        else:  # a strategy of Lightning's
-            loss = trainer.callback_metrics.get("train/loss")
-            lr = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None
+    def on_log_point(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: UpdateMetrics
+    ) -> None:
+        """Takes the values of an update when they have come from the device."""
+        self._arrived = metrics
+
+    def _renew(self, updates: int, loss: Tensor | float | None, lr: float | None) -> None:
+        """Shows the values of an update, and the rate since those shown before."""
         if loss is not None:
             self._shown["loss"] = f"{float(loss):.3f}"
         if lr is not None:
             self._shown["lr"] = f"{float(lr):.1e}"
-        seconds = time.perf_counter() - self._started if self._started is not None else 0.0
-        if self._tokens and seconds:
-            self._shown["tok/s"] = _short(self._tokens / seconds)
-        self._tokens, self._started = 0, time.perf_counter()
+        tokens = 0
+        while self._batches and self._batches[0][0] <= updates:
+            tokens += self._batches.popleft()[1]
+        now = time.perf_counter()
+        if tokens and self._started is not None and now > self._started:
+            self._shown["tok/s"] = _short(tokens / (now - self._started))
+        self._started = now
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
