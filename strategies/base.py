@@ -222,6 +222,7 @@ class ArenaStrategy(ProcessStrategy):
         **kwargs: Any,
     ) -> Any:
         trainer, log_points = self._trainer, self._log_points
+        clip = trainer.gradient_clip_val
         assert log_points is not None
         result = closure()
         self.engine.finish_gradients(self._gradients_are_seen)
@@ -230,7 +231,7 @@ class ArenaStrategy(ProcessStrategy):
             call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
         metrics = self.engine.update(
             [GroupHyperparameters.of(group) for group in optimizer.param_groups],
-            trainer.gradient_clip_val or None,
+            clip if clip and clip > 0 else None,  # as Lightning takes it
             self._combine(),
         )
         # only at log points is anything gathered or read

@@ -1,7 +1,8 @@
 """The shape of a model: ``LlamaConfig`` and the presets."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from math import inf
+from numbers import Integral, Real
 from typing import Any
 
 MOST_POSITIONS = 1 << 24
@@ -35,6 +36,12 @@ class LlamaConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        # before they are compared: a checkpoint may hold anything in their place
+        for field in fields(self):
+            value, kind = getattr(self, field.name), Integral if field.type is int else Real
+            if not isinstance(value, kind):
+                number = "a whole number" if kind is Integral else "a number"
+                raise ValueError(f"{field.name} is of {type(value).__name__}; it must be {number}")
         for name in ("layers", "width", "heads", "ffn_width", "vocab_size", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -10,7 +10,7 @@ from lightning.pytorch.core.saving import save_hparams_to_yaml
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from typing_extensions import override
 
 from tinyllm.errors import naming
@@ -43,11 +43,19 @@ class RunLogger(CSVLogger):
             self._experiment = _ContinuingWriter(self.log_dir)
         return self._experiment
 
+    @override
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        if status == "success" and self._experiment is not None:
+            self._experiment.write_hparams()  # of a run without any row
+        super().finalize(status)
+
 
 class _ContinuingWriter(ExperimentWriter):
     """Lightning's writer, made to continue a file in place of deleting it."""
 
     _opened = False
+    _hparams_written = True
 
     @override
     def _check_log_dir_exists(self) -> None:
@@ -55,11 +63,19 @@ class _ContinuingWriter(ExperimentWriter):
 
     @override
     def log_hparams(self, params: dict[str, Any]) -> None:
+        """Written with the first row: a run that is refused leaves the ones of the run before."""
         self.hparams.update(params)
+        self._hparams_written = False
+
+    def write_hparams(self) -> None:
+        """Writes ``hparams.yaml`` if that has not been done."""
+        if self._hparams_written:
+            return
         path = Path(self.log_dir) / self.NAME_HPARAMS_FILE
         partial = path.with_name(f".{path.name}.partial")
         save_hparams_to_yaml(partial, self.hparams)
         partial.replace(path)
+        self._hparams_written = True
 
     @override
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
@@ -70,6 +86,8 @@ class _ContinuingWriter(ExperimentWriter):
 
     @override
     def save(self) -> None:
+        if self.metrics:
+            self.write_hparams()
         path = Path(self.metrics_file_path)
         with naming(path):
             if self.metrics and not path.exists():

@@ -25,8 +25,9 @@ class RunFolder(SaveConfigCallback):
     """Writes ``config.yaml``, after what another run left in the folder was moved aside.
 
     Earlier runs are kept in ``earlier-1``, ``earlier-2`` and so on. A run that resumes from a
-    checkpoint of the folder continues it, and nothing is moved. Both happen when the settings have
-    been accepted and training is about to start, and not before.
+    checkpoint of the folder continues it, and nothing is moved. Both happen when the settings and
+    the checkpoint have been accepted, and not before. The first of the callbacks, since others
+    write files when training starts.
     """
 
     @override
@@ -34,7 +35,7 @@ class RunFolder(SaveConfigCallback):
         """Too early: the run may yet be refused."""
 
     @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         folder = Path(trainer.default_root_dir)
         if trainer.is_global_zero and not _resumes(trainer):
             _keep_aside(folder)
@@ -84,6 +85,18 @@ class RunCheckpoint(ModelCheckpoint):
     followed by a validation, it is written after that, so that a resumed run lacks none.
     """
 
+    _begun = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._begun = False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._begun = True
+
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         loop = trainer.fit_loop.epoch_loop
@@ -117,8 +130,8 @@ class RunCheckpoint(ModelCheckpoint):
     ) -> None:
         if not self._should_save_on_exception(trainer) or not _stopped_together(trainer, exception):
             return
-        if trainer.sanity_checking:
-            return  # there is nothing new
+        if not self._begun:
+            return  # there is nothing new, and a state that was refused may be restored in part
         if trainer.validating:
             _validate_again(trainer)
         self._save_newest(trainer)

@@ -1,5 +1,7 @@
 """A run on one screen before it starts, and in a line when it is done."""
 
+from math import isinf
+
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -37,8 +39,7 @@ def _lines(trainer: Trainer, module: TinyLLM, data: TokenDataModule) -> list[str
     model, cache = module.config, data.cache
     tokens = len(cache.split("train"))
     per_update = data.batch_size * trainer.accumulate_grad_batches * data.context
-    updates = int(trainer.estimated_stepping_batches)
-    seen = updates * per_update
+    planned = trainer.estimated_stepping_batches
     facts = {
         "device": f"{_devices(trainer)}, precision {trainer.precision}",
         "model": f"{model.num_parameters:,} parameters: {_count(model.layers, 'layer')}, width "
@@ -49,11 +50,20 @@ def _lines(trainer: Trainer, module: TinyLLM, data: TokenDataModule) -> list[str
         "data": f"{cache.path}: {tokens:,} tokens to train on, "
         f"{len(cache.split('validation')):,} to validate on",
         "batch": f"{_batch(trainer, data)} of {data.context} tokens = {per_update:,} tokens",
-        "plan": f"{_count(updates, 'update')} = {seen:,} tokens, "
-        f"{seen / model.num_parameters:.2g} per parameter, {seen / tokens:.2g} epochs",
+        "plan": _plan(planned, per_update, model.num_parameters, tokens),
         "files": str(trainer.default_root_dir),
     }
     return [f"{name + ':':<9}{text}" for name, text in facts.items()]
+
+
+def _plan(updates: float, per_update: int, parameters: int, tokens: int) -> str:
+    if isinf(updates):
+        return "updates until the run is stopped"
+    seen = int(updates) * per_update
+    return (
+        f"{_count(int(updates), 'update')} = {seen:,} tokens, {seen / parameters:.2g} per "
+        f"parameter, {seen / tokens:.2g} epochs"
+    )
 
 
 def _devices(trainer: Trainer) -> str:

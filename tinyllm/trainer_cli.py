@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
@@ -106,13 +106,20 @@ class TinyLLMCLI(LightningCLI):
                     f"{name} is {given[name]!r}; give its options, or leave it out"
                 )
         self._check_strategy(given.trainer.strategy)
+        self._check_numbers(given)
         if self._command == "fit" and goes_on_from(self._file_of("last", given)):
             arguments += ["--ckpt_path", "last"]
             given.ckpt_path = "last"
         path = self._checkpoint_path(given)
         if path is not None:
+            state = read_checkpoint(path)
+            if self._command == "fit" and "optimizer_states" not in state:
+                raise ValueError(
+                    f"{path} holds weights alone, and no run can go on from it; start a new one: "
+                    f"`tinyllm export {path} --to hf DIR`, then fit with --model.init_from DIR"
+                )
             # plain values, as the parser knows them; another module's are of no use here
-            saved = read_checkpoint(path).get("hyper_parameters", {})
+            saved = state.get("hyper_parameters", {})
             known = {"preset", "config", "optimizer", "schedule"} & set(saved)
             self._parser(self._command).set_defaults({f"model.{key}": saved[key] for key in known})
             if given.model.init_from is not None:  # a start that lies behind the checkpoint
@@ -130,6 +137,20 @@ class TinyLLMCLI(LightningCLI):
             self._parser(self._command).error(
                 f"trainer.strategy is {strategy!r}, which is neither a registered name nor a class "
                 f"path" + (f"; did you mean {best!r}?" if best else "")
+            )
+
+    def _check_numbers(self, given: Any) -> None:
+        """Refuses what Lightning would take, and would go wrong later."""
+        parser = self._parser(self._command)
+        accumulated = given.trainer.accumulate_grad_batches
+        if accumulated < 1:
+            parser.error(f"trainer.accumulate_grad_batches is {accumulated}; it must be at least 1")
+        best = given.best_checkpoint
+        if best.save_top_k not in (0, 1) and "{" not in (best.filename or "{"):
+            parser.error(
+                f"best_checkpoint.save_top_k is {best.save_top_k}, and all have the one file name "
+                f"{best.filename!r}; give them names of their own, as in "
+                "--best_checkpoint.filename 'best-{step}'"
             )
 
     @override
@@ -186,7 +207,10 @@ class TinyLLMCLI(LightningCLI):
         if self._command == "predict":
             callbacks.append(TokenLossWriter())
         kwargs["callbacks"] = callbacks
-        return super().instantiate_trainer(**kwargs)
+        trainer: Trainer = super().instantiate_trainer(**kwargs)
+        known: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        known.sort(key=lambda callback: not isinstance(callback, RunFolder))
+        return trainer
 
     # --- running ------------------------------------------------------------------------------
 

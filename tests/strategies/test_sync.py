@@ -231,3 +231,24 @@ def test_the_module_leaves_the_arena_with_its_weights() -> None:
     tokens = rows(2)[:, :-1].clamp_min(0)
     assert torch.equal(again(tokens), module(tokens))
     assert len(storages) == 1  # one row, which nothing else holds
+
+
+def test_no_clipping_below_zero() -> None:
+    """Lightning's meaning; a negative factor would turn updates around."""
+    states = []
+    for clip in (None, 0.0, -1.0):
+        module = tiny()
+        trainer = Trainer(
+            accelerator="cpu",
+            strategy=SyncStrategy(compile=False),
+            max_steps=3,
+            gradient_clip_val=clip,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(rows(12), batch_size=4))
+        states.append([p.detach().clone() for p in module.parameters()])
+    for state in states[1:]:
+        torch.testing.assert_close(state, states[0], rtol=0, atol=0)

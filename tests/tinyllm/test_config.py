@@ -1,6 +1,7 @@
 """Model shapes: the presets are pinned, and impossible shapes refused."""
 
 import pytest
+import torch
 
 from tinyllm import LlamaConfig, TinyLLM
 from tinyllm.config import PRESETS
@@ -30,3 +31,18 @@ def test_impossible_shapes_are_refused(wrong: dict[str, float], message: str) ->
     shape = {"layers": 1, "width": 64, "heads": 2, "ffn_width": 128} | wrong
     with pytest.raises(ValueError, match=message):
         LlamaConfig(**shape)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("layers", torch.zeros(1, 1).expand(1 << 20, 1 << 20), "layers is of Tensor; it must be a"),
+        ("width", 16.0, "width is of float; it must be a whole number"),
+        ("rope_theta", "10000", "rope_theta is of str; it must be a number"),
+    ],
+)
+def test_other_types_are_refused_before_they_are_compared(
+    name: str, value: object, shown: str
+) -> None:
+    with pytest.raises(ValueError, match=shown):
+        LlamaConfig(**{"layers": 1, "width": 16, "heads": 2, "ffn_width": 32, name: value})  # type: ignore[arg-type]
