@@ -6,14 +6,12 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -31,6 +29,7 @@ from tinyllm.strategies.engine import Combine, Engine, GroupHyperparameters, Ran
 from tinyllm.strategies.log_points import LogPoints
 from tinyllm.strategies.native import NativeEngine
 from tinyllm.strategies.processes import ProcessStrategy
+from tinyllm.strategies.refusals import is_overridden_anywhere, refuse_what_cannot_be_honoured
 from tinyllm.strategies.state import EngineState
 from tinyllm.strategies.stopping import CommonStop
 from tinyllm.strategies.tenant import Tenant
@@ -129,7 +128,7 @@ class ArenaStrategy(ProcessStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            _refuse_what_cannot_be_honoured(trainer, self.lightning_module, self.precision_plugin)
+            refuse_what_cannot_be_honoured(trainer, self.lightning_module, self.precision_plugin)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         self._tenant = Tenant(self.lightning_module, self.ranks, self._buffers == "average")
@@ -147,7 +146,12 @@ class ArenaStrategy(ProcessStrategy):
                 self._common_stop = CommonStop(trainer)
             self.setup_optimizers(trainer)
             self._engine = self._build_engine(self._tenant, backend)
-            self._gradients_are_seen = _someone_looks_at_gradients(trainer)
+            self._gradients_are_seen = is_overridden_anywhere("on_before_optimizer_step", trainer)
+            if is_overridden_anywhere("on_after_backward", trainer):
+                rank_zero_warn(
+                    "on_after_backward sees gradients summed over the targets so far; each "
+                    "worker's mean gradient is there in on_before_optimizer_step"
+                )
         self.setup_precision_plugin()
 
     @override
@@ -327,7 +331,12 @@ class ArenaStrategy(ProcessStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._engine is None and self._state_left is not None:
+        if self._engine is None:
+            if self._state_left is None:
+                raise RuntimeError(
+                    "after Trainer.fit on several ranks the other ranks' workers are gone; save "
+                    "while fitting, as ModelCheckpoint does, or with weights_only=True"
+                )
             return self._state_left
         self._check_for_failure()
         if isinstance(optimizer, LightningOptimizer):
@@ -371,51 +380,3 @@ class ArenaStrategy(ProcessStrategy):
             self._tenant.leave(alone)
         self._engine = self._tenant = None
         super().teardown()
-
-
-def _someone_looks_at_gradients(trainer: Trainer) -> bool:
-    """Whether a hook that comes between the gradients and the update is overridden."""
-    hook = "on_before_optimizer_step"
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return is_overridden(hook, trainer.lightning_module, parent=LightningModule) or any(
-        is_overridden(hook, callback, parent=Callback) for callback in callbacks
-    )
-
-
-def _refuse_what_cannot_be_honoured(
-    trainer: Trainer, module: LightningModule, precision: Precision
-) -> None:
-    """Raises for settings that would be silently ignored by a strategy that owns the update."""
-    if not module.automatic_optimization:
-        raise MisconfigurationException(
-            "automatic_optimization is False, and this strategy runs the update itself; "
-            "use automatic optimization or another strategy"
-        )
-    if trainer.gradient_clip_algorithm == "value":
-        raise MisconfigurationException(
-            "gradient_clip_algorithm is 'value'; this strategy clips each worker by its global "
-            "norm: use gradient_clip_algorithm='norm'"
-        )
-    if getattr(trainer.strategy, "_layer_sync", None) is not None:
-        raise MisconfigurationException(
-            "sync_batchnorm is True, and this strategy keeps batch norm local to each rank; leave "
-            "it out, or use another strategy"
-        )
-    if is_overridden("backward", module, parent=LightningModule):
-        raise MisconfigurationException(
-            f"{type(module).__name__} overrides backward, and this strategy runs the backward pass "
-            "itself; leave it as it is or use another strategy"
-        )
-    if is_overridden("configure_gradient_clipping", module, parent=LightningModule):
-        raise MisconfigurationException(
-            f"{type(module).__name__} overrides configure_gradient_clipping, and this strategy "
-            "clips inside the update; set trainer.gradient_clip_val or use another strategy"
-        )
-    allowed = type(precision) in (Precision, DoublePrecision) or (
-        type(precision) is MixedPrecision and precision.precision == "bf16-mixed"
-    )
-    if not allowed:
-        raise MisconfigurationException(
-            f"precision {precision.precision!r} is not supported by this strategy; use "
-            "bf16-mixed, 32-true or 64-true"
-        )

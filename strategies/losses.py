@@ -51,7 +51,7 @@ def module_losses(module: LightningModule, extras: dict[str, Any]) -> LossSums:
                 f"training_step returned {type(loss).__name__}; this strategy needs a loss tensor "
                 "or a dictionary with one under 'loss' for every batch"
             )
-        yield loss[None], torch.ones(1, dtype=torch.int64, device=loss.device)
+        yield loss.reshape(1), torch.ones(1, dtype=torch.int64, device=loss.device)
 
     return losses
 

@@ -61,6 +61,7 @@ class Tenant:
         self._gradient_rows: list[tuple[Tensor, ...]] = []
         self._arena: Arena | None = None
         self._average_bound = False
+        self._has_said = False  # that a parameter without a gradient decays
 
     def compile(self) -> None:
         """Lets ``torch.compile`` build a Llama's forward and backward."""
@@ -166,8 +167,19 @@ class Tenant:
                 rows += own
                 fresh += self._dense(gradient.to_dense() if gradient.is_sparse else gradient)
             elif not add:
+                self._say_that_it_counts_as_zero(parameter)
                 view.zero_()
         (torch._foreach_add_ if add else torch._foreach_copy_)(rows, fresh)
+
+    def _say_that_it_counts_as_zero(self, parameter: nn.Parameter) -> None:
+        if not self._has_said:
+            self._has_said = True
+            name = next(n for n, p in self._parameters.items() if p is parameter)
+            rank_zero_warn(
+                f"{name} got no gradient; here that counts as a gradient of zero, so its weight "
+                "decays, while torch.optim would skip it. If nothing uses it, freeze it or leave "
+                "it out of the optimizer."
+            )
 
     def _dense(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """A tensor as pieces without gaps: the workers' rows of an arena are apart."""

@@ -18,9 +18,13 @@ _SECTIONS = ("--trainer", "--model", "--data", "--checkpoint", "--best_checkpoin
 
 def _trainer_command(name: str, args: list[str]) -> None:
     import tinyllm.strategies.registry  # noqa: F401  (registers the strategies' short names)
+    from tinyllm import callbacks
+    from tinyllm.cli_errors import make_known
+    from tinyllm.short_names import written_out
     from tinyllm.trainer_cli import run_trainer_command
 
-    run_trainer_command(name, configs_first(args, _SECTIONS))
+    make_known(f"tinyllm.callbacks.{callback}" for callback in callbacks.__all__)
+    run_trainer_command(name, written_out(configs_first(args, _SECTIONS)))
 
 
 def _function_command(name: str, args: list[str]) -> None:

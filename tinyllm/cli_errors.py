@@ -5,11 +5,14 @@ import inspect
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
+
+from tinyllm.short_names import class_of, public_path, short_names
 
 # How jsonargparse words what it finds; the tests hold every one of these.
 _BAD_KEY = re.compile(
@@ -29,6 +32,10 @@ _BAD_CHOICE = re.compile(
 )
 _BAD_TYPE = re.compile(r"Expected a <class '(?P<type>\w+)'>. Got value: (?P<value>.*)")
 _PLACE = re.compile(r"Parser key \"(?P<place>[\w.]+)\"")
+_OF_CLASS = re.compile(r"Problem with given class_path '\S+':")
+_NO_PATH = re.compile(r"^- Expected a path but .* either not accessible or invalid\n\s*- ")
+_NEEDED = "the following arguments are required: "
+_INNER = re.compile(r"[a-z_]\w*(?:\.\w+)*: ")  # an option of a class, as it is explained here
 _REQUIRED = re.compile(r"(?<=arguments are required: )(fit|validate|test|predict)\.")
 
 
@@ -61,13 +68,21 @@ class HelpfulParser(SuggestionsMixin, ArgumentParser):
     """The parser of the commands around training."""
 
 
+_LAZY: set[str] = set()
+
+
+def make_known(class_paths: Iterable[str]) -> None:
+    """Lets errors suggest classes that are imported only when they are used."""
+    _LAZY.update(class_paths)
+
+
 def nearest(bad: str, good: Iterable[str]) -> str | None:
-    """The dotted name nearest to ``bad``, compared whole and by its last part; None if none is."""
-    good = list(good)
-    if whole := difflib.get_close_matches(bad, good, n=1, cutoff=0.7):
-        return whole[0]
-    by_tail = {name.rsplit(".", 1)[-1]: name for name in good}
-    tail = difflib.get_close_matches(bad.rsplit(".", 1)[-1], by_tail, n=1, cutoff=0.6)
+    """The dotted name nearest to ``bad``, in any case, whole or by its last part; None if none."""
+    bad, names = bad.lower(), {name.lower(): name for name in good}
+    if whole := difflib.get_close_matches(bad, names, n=1, cutoff=0.7):
+        return names[whole[0]]
+    by_tail = {lower.rpartition(".")[2]: name for lower, name in names.items()}
+    tail = difflib.get_close_matches(bad.rpartition(".")[2], by_tail, n=1, cutoff=0.6)
     return by_tail[tail[0]] if tail else None
 
 
@@ -79,36 +94,40 @@ def known_classes(*bases: type) -> list[str]:
         children: list[type] = todo.pop().__subclasses__()
         for child in children:
             if not inspect.isabstract(child):
-                found.append(_public_path(child))
+                found.append(public_path(child))
             todo.append(child)
     return found
-
-
-def _public_path(cls: type) -> str:
-    """The shortest path under which a class can be imported."""
-    parts = cls.__module__.split(".")
-    for length in range(1, len(parts)):
-        package = ".".join(parts[:length])
-        if getattr(sys.modules.get(package), cls.__name__, None) is cls:
-            return f"{package}.{cls.__name__}"
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _explained(message: str, parser: Any) -> str:
     """The message in one line if it is of a known kind, with the nearest good name."""
     place = _PLACE.search(message)
     where = f"{place['place']}: " if place else ""
+    rest = message[place.end() :].lstrip(": \n") if place else message
+    reasons = [reason for reason in _reasons(rest) if reason != rest]
+    explained = [reason for reason in reasons if _INNER.match(reason)]
+    if place and explained:
+        return "; ".join(_placed(place["place"], reason) for reason in explained)
     if match := _BAD_PARAMETER.search(message):
         path, bad = match["path"], match["parameter"]
         return f"{where}{path} has no option {bad!r}{_hint(bad, _parameters_of(path))}"
     if match := _BAD_CLASS.search(message):
         bad = match["path"] or match["name"]
-        return f"{where}there is no class {bad!r}{_hint(bad, _classes())}"
+        of_strategy = where == "trainer.strategy: "
+        if of_strategy and (meant := class_of(bad)):
+            path, options = meant
+            return f"{where}{bad!r} is a short name; as class_path give {path!r}" + (
+                f" with init_args {options}" if options else ""
+            )
+        names = short_names() if of_strategy else []
+        return f"{where}there is no class {bad!r}{_hint(bad, [*_classes(), *names])}"
     if match := _BAD_CHOICE.search(message):
         choices, bad = re.findall(r"'([^']*)'", match["choices"]), match["value"]
-        return f"{where}{bad!r} is not allowed{_hint(bad, choices)} (choices: {', '.join(choices)})"
-    if place and (match := _BAD_TYPE.fullmatch(message[place.end() :].lstrip(": \n"))):
+        return f"{where}{_not_among(bad, choices)}"
+    if place and (match := _BAD_TYPE.fullmatch(rest)):
         return f"{where}expected {match['type']}, got {match['value']!r}"
+    if place and reasons:
+        return "; ".join(_placed(place["place"], reason) for reason in reasons)
     if match := _BAD_KEY.search(message):
         option = ".".join(filter(None, (match["group"], match["option"])))
         bad = match["flag"] or match["key"] or option
@@ -116,20 +135,63 @@ def _explained(message: str, parser: Any) -> str:
     return message
 
 
+def _placed(place: str, reason: str) -> str:
+    """What is wrong with an option, with the option's whole name."""
+    if reason.startswith(_NEEDED):
+        names = reason.removeprefix(_NEEDED).split(", ")
+        return _NEEDED + ", ".join(f"{place}.{name}" for name in names)
+    return f"{place}{'.' if _INNER.match(reason) else ': '}{reason}"
+
+
 def shortened(message: str) -> str:
     """What a class said when it was made, without what jsonargparse tried before and after.
 
-    Where an option may be of several types, its message lists what went wrong with each of them.
+    Where an option may be of several types, its message lists what went wrong with each of them;
+    if it was of none, they are named.
     """
-    if not message.startswith("Does not validate against any of the Union subtypes"):
-        return message
-    tried = message.partition("\nErrors:\n")[2].partition("\nGiven value type:")[0]
-    reasons = [
-        re.sub(r"^Problem with given class_path '\S+':\s+", "", reason).strip()
-        for reason in re.split(r"^  - ", tried, flags=re.MULTILINE)[1:]
-        if not reason.startswith(("Expected a ", "Not a valid subclass "))
-    ]
-    return "; ".join(reasons) or message
+    return "; ".join(_reasons(message))
+
+
+def _reasons(message: str) -> list[str]:
+    """What went wrong, of all that a message lists; the message itself where it lists nothing."""
+    message = _NO_PATH.sub("", message)
+    first, _, rest = message.partition("\n")
+    rest = textwrap.dedent(rest)
+    if _OF_CLASS.fullmatch(first):
+        return _reasons(rest)
+    if first != "Does not validate against any of the Union subtypes":
+        return [message]
+    listed = re.split(r"^Errors:\n", rest, maxsplit=1, flags=re.MULTILINE)[-1]
+    tried, _, given = listed.partition("\nGiven value type:")
+    types: list[str] = []
+    others: list[str] = []
+    for reason in re.split(r"^  - ", tried, flags=re.MULTILINE)[1:]:
+        is_type = reason.startswith(("Expected a ", "Not a valid subclass "))
+        (types if is_type else others).append(reason.strip())
+    if others:
+        return list(dict.fromkeys(inner for reason in others for inner in _reasons(reason)))
+    return [_of_no_type(types, given.partition("\nGiven value: ")[2])] if types else [message]
+
+
+def _of_no_type(reasons: list[str], value: str) -> str:
+    """That a value is of none of the types whose refusals are given."""
+    kinds: list[str] = []
+    choices: list[str] = []
+    for reason in reasons:
+        if match := re.match(r"Expected a (?:typing\.)?Literal\[(.*)\]", reason):
+            choices += re.findall(r"[^\s',]+", match[1])
+        elif match := re.match(r"Expected a <class '(?:\w+\.)*(\w+)'>", reason):
+            kinds.append(match[1].replace("NoneType", "null"))
+        elif match := re.match(r"(?:Expected a |Not a valid subclass (?:of )?)(.*)", reason):
+            kinds.append(re.sub(r"(?:\w+\.)+(?=\w)", "", match[1]))
+    if choices and set(kinds) <= {"null"}:
+        return _not_among(value, list(dict.fromkeys(choices + kinds)))
+    *others, last = dict.fromkeys(kinds + choices)
+    return f"expected {', '.join(others)}{' or ' if others else ''}{last}, got {value!r}"
+
+
+def _not_among(bad: str, choices: list[str]) -> str:
+    return f"{bad!r} is not allowed{_hint(bad, choices)} (choices: {', '.join(choices)})"
 
 
 def _hint(bad: str, good: Iterable[str]) -> str:
@@ -160,4 +222,4 @@ def _classes() -> list[str]:
 
     from tinyllm.schedule import Schedule
 
-    return known_classes(Callback, Logger, Strategy, Schedule)
+    return [*known_classes(Callback, Logger, Strategy, Schedule), *sorted(_LAZY)]

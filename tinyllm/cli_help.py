@@ -37,9 +37,10 @@ _CKPT_PATH = {
 }
 _TEXTS = {
     "config": "A YAML or JSON file with these options; several overlay left to right.",
-    "seed_everything": "Seed of the initial weights; true draws one.",
+    "seed_everything": "Seed of the initial weights; true takes PL_GLOBAL_SEED, or 0 where that "
+    "is not set; false sets none.",
     "trainer.strategy": "How updates run: a class path, or a registered name such as sync, "
-    "packed4_awc, packed4_atc or packed8_awc. Options of a class follow as "
+    "packed4_awc, packed4_atc or packed8_awc. Options follow as "
     "--trainer.strategy.micro_batch_size 4, and --trainer.strategy.help CLASS lists them.",
     "trainer.default_root_dir": "The run's folder, for config.yaml, metrics.csv and checkpoints/. "
     "What another run left there is moved to earlier-1/ and so on.",

@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a lock that the system gives back when its process ends."""
+"""One process at a time in a folder: locks that the system gives back when a process ends."""
 
 import errno
 import fcntl
@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
 
 _LOCK = ".lock"
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -21,8 +20,6 @@ class FolderInUseError(RuntimeError):
 def alone_in(folder: Path) -> Iterator[None]:
     """Within it no other run, on this machine or another that shares the folder, enters it.
 
-    A file system that knows no locks, as some of clusters do, lets everybody in.
-
     Args:
         folder: Of a run; made if it is not there. The lock's file is in it meanwhile. What a
             killed run leaves of it means nothing: only a locked one does.
@@ -32,35 +29,46 @@ def alone_in(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _LOCK
-    with _locked(path) as file:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # the disk may have gone, and another error is on its way
-                path.unlink()
+    try:
+        descriptor = locked(path, os.O_RDWR | os.O_CREAT)
+    except BlockingIOError:
+        owner = path.read_text(encoding="utf-8").strip() or "another process"
+        raise FolderInUseError(
+            f"{folder} is in use by another run ({owner}); wait until it has ended, or choose "
+            "another folder with --trainer.default_root_dir"
+        ) from None
+    try:
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        yield
+    finally:
+        with suppress(OSError):  # the disk may have gone, and another error is on its way
+            path.unlink()
+        os.close(descriptor)  # this also unlocks
 
 
-def _locked(path: Path) -> TextIO:
-    """The lock's file, locked, and still the one of that name: a run that ended has removed its."""
+def locked(path: Path, flags: int) -> int:
+    """A locked descriptor of the file or folder that has a name now; closing it unlocks.
+
+    A file system that knows no locks, as some of clusters do, lets everybody in.
+
+    Args:
+        path: Who had it locked may have renamed or removed it; then it is opened once more.
+        flags: For ``os.open``.
+
+    Raises:
+        BlockingIOError: If another process has it locked.
+        FileNotFoundError: If it is not there, or not any more.
+    """
     while True:
-        file = path.open("a+", encoding="utf-8")
+        descriptor = os.open(path, flags, 0o666)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = file.read().strip() or "another process"
-            file.close()
-            raise FolderInUseError(
-                f"{path.parent} is in use by another run ({owner}); wait until it has ended, or "
-                "choose another folder with --trainer.default_root_dir"
-            ) from None
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in _NO_LOCKS_HERE:
-                file.close()
+                os.close(descriptor)
                 raise
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return file
-        file.close()
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return descriptor
+        os.close(descriptor)

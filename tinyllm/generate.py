@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tinyllm.checkpoint import read_checkpoint
+from tinyllm.data.cache import MANIFEST, TokenCache
 from tinyllm.data.tokenizer import Tokenizer
 from tinyllm.model import KeyValueCache, Llama
 from tinyllm.module import module_of
@@ -39,8 +40,8 @@ def generate(
         top_p: Sample among the fewest likeliest tokens that together have this probability; null
             for all.
         seed: Makes the sample repeatable; null draws another every time.
-        tokenizer: A tokenizer.json, a SentencePiece .model or a token cache; null takes the one in
-            the checkpoint.
+        tokenizer: A tokenizer.json, a SentencePiece .model or a token cache, with whose boundary
+            documents start and end; null takes the one in the checkpoint.
 
     Raises:
         ValueError: An option is out of range, the prompt is longer than the context, or the
@@ -48,7 +49,7 @@ def generate(
         FileNotFoundError: The checkpoint or the tokenizer does not exist.
     """
     state = read_checkpoint(checkpoint)
-    text = _tokenizer_of(state, checkpoint) if tokenizer is None else Tokenizer.load(tokenizer)
+    text = _tokenizer_of(state, checkpoint) if tokenizer is None else _read_tokenizer(tokenizer)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = module_of(state, checkpoint).model.to(device)
     if text.vocab_size > model.config.vocab_size:
@@ -72,6 +73,12 @@ def generate(
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    # a cache may end its documents with another token than its tokenizer's own
+    is_cache = (path / MANIFEST).is_file()
+    return TokenCache.open(path).tokenizer() if is_cache else Tokenizer.load(path)
 
 
 def _tokenizer_of(state: dict[str, Any], checkpoint: Path) -> Tokenizer:

@@ -47,7 +47,7 @@ class RunLogger(CSVLogger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         if status == "success" and self._experiment is not None:
-            self._experiment.write_hparams()  # of a run without any row
+            self.experiment.write_hparams()  # of a run without any row
         super().finalize(status)
 
 

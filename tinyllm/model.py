@@ -224,7 +224,10 @@ class Llama(nn.Module):
         workers, batch, length = tokens.shape
         start = cache.length if cache is not None else 0
         if workers != self.workers:
-            raise ValueError(f"tokens hold {workers} workers; the model holds {self.workers}")
+            raise ValueError(
+                f"tokens hold {workers} workers; the model holds {self.workers}. While workers "
+                "train, `with trainer.strategy.average_bound():` makes it their average"
+            )
         if start and length > 1:
             raise ValueError(f"{length} tokens follow a cache; after the prompt give one at a time")
         if start + length > self.config.context:

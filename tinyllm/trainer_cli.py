@@ -1,10 +1,8 @@
 """LightningCLI for this library: defaults, precedence of values, exit codes."""
 
 import json
-import logging
 import signal
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -27,6 +25,7 @@ from tinyllm.logger import RunLogger
 from tinyllm.module import TinyLLM
 from tinyllm.predictions import TokenLossWriter
 from tinyllm.progress import RunProgressBar
+from tinyllm.quiet import quiet
 from tinyllm.requeue import goes_on_from, requeued_by_slurm
 from tinyllm.run_folder import RunCheckpoint, RunFolder
 from tinyllm.summary import RunSummary
@@ -132,8 +131,14 @@ class TinyLLMCLI(LightningCLI):
     def _check_strategy(self, strategy: Any) -> None:
         """Trainer takes any string for a strategy; a misspelt one is refused here."""
         known = ["auto", *StrategyRegistry.available_strategies()]
+        classes = known_classes(Strategy)
+        if strategy in classes:
+            self._parser(self._command).error(
+                f"trainer.strategy is {strategy!r}, which cannot be made without options; give "
+                "them, as in --trainer.strategy.workers 4"
+            )
         if isinstance(strategy, str) and strategy not in known:
-            best = nearest(strategy, [*known, *known_classes(Strategy)])
+            best = nearest(strategy, [*known, *classes])
             self._parser(self._command).error(
                 f"trainer.strategy is {strategy!r}, which is neither a registered name nor a class "
                 f"path" + (f"; did you mean {best!r}?" if best else "")
@@ -300,33 +305,6 @@ def _loggers(given: Any, folder: str | Path, fitting: bool) -> list[Logger]:
     return [RunLogger(folder), *others]
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a message of Lightning's says more than an advertisement or than we say ourselves."""
-    message = record.getMessage()
-    return not any(
-        word in message
-        for word in (
-            "litlogger",
-            "litmodels",
-            "TPU available: False",
-            "`Trainer.fit` stopped: `max_",
-        )
-    )
-
-
-def _quiet(command: str) -> None:
-    """Keeps advertisements and what a user can do nothing about out of the output."""
-    warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)")
-    warnings.filterwarnings("ignore", r"Precision .* is not supported by the model summary")
-    # a resumed run's folder; another run's has been moved away
-    warnings.filterwarnings("ignore", r"Checkpoint directory .* exists and is not empty")
-    if command != "fit":  # nothing is written, so it does not matter where a run's files were
-        warnings.filterwarnings("ignore", r"The dirpath has changed from")
-    warnings.filterwarnings("ignore", r"Couldn't infer the batch indices")
-    warnings.filterwarnings("ignore", r".*sync_dist=True")  # what is logged is of all ranks already
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
-
-
 def run_trainer_command(name: str, args: list[str]) -> None:
     """Runs ``fit``, ``validate``, ``test`` or ``predict``.
 
@@ -341,7 +319,7 @@ def run_trainer_command(name: str, args: list[str]) -> None:
         ValueError: If the settings do not go together.
     """
     given = sys.argv
-    _quiet(name)
+    quiet(name)
     # LightningCLI reads the process's arguments, and Lightning starts other ranks with them
     sys.argv = [given[0], name, *args]
     try:

@@ -135,8 +135,8 @@ def test_the_lock_is_of_the_folder_that_is_written_to(tmp_path: Path) -> None:
     output = tmp_path / "cache"
     opened = os.open
 
-    def moving(path: Path, flags: int) -> int:
-        descriptor = opened(path, flags)
+    def moving(path: Path, *args: int) -> int:
+        descriptor = opened(path, *args)
         if not output.exists():
             build.partial_folder(output).rename(output)
         return descriptor

@@ -286,3 +286,16 @@ def terminate_one_rank(cache: str, folder: str) -> int:
     with contextlib.suppress(SIGTERMException):
         trainer.fit(tiny(), data)
     return trainer.global_step
+
+
+def save_after_fit(cache: str, folder: str) -> str:
+    """Saves weights alone after a fit, and what happens to everything."""
+    trainer = new_trainer(DecentralizedStrategy(2, compile=False), devices=2, max_steps=1)
+    data = TokenDataModule(cache, CONFIG.context, 16, validation_batch_size=3)
+    trainer.fit(tiny(), data)
+    trainer.save_checkpoint(Path(folder) / "weights.ckpt", weights_only=True)
+    try:
+        trainer.save_checkpoint(Path(folder) / "all.ckpt")
+    except RuntimeError as error:
+        return str(error)
+    return ""

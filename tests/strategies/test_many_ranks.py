@@ -323,3 +323,9 @@ def test_a_signal_to_one_rank_stops_all_at_one_update(tmp_path: Path, cache: str
     assert torch.load(path, weights_only=True)["global_step"] == 8
     strategy = {"workers": 4}
     assert_same(train(2, cache, strategy, resume=path), train(1, cache, strategy))
+
+
+def test_after_a_fit_on_several_ranks_there_are_only_weights(tmp_path: Path, cache: str) -> None:
+    for said in run_on_ranks(rank_jobs.save_after_fit, 2, cache, str(tmp_path)):
+        assert said.startswith("after Trainer.fit on several ranks the other ranks' workers")
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["weights.ckpt"]

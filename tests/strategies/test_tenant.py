@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from classifier import UPDATES, Classifier, classifier, examples, simulate
+from classifier import DECAYED, UPDATES, Classifier, classifier, examples, simulate
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from simulation import (
     OPTIMIZER,
@@ -209,3 +210,48 @@ def test_without_a_compiler_the_model_trains_uncompiled(monkeypatch: pytest.Monk
     with pytest.warns(UserWarning, match=r"needs a C\+\+ compiler and finds none"):
         Tenant(module, Ranks(1, 1, 1)).compile()
     assert module.model._compiled_call_impl is None
+
+
+class Idle(Classifier):
+    """Has a layer that nothing uses, and a loss of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(2, 2)
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [*super().groups(), {"params": list(self.idle.parameters()), **DECAYED}]
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        step = super().training_step(batch, batch_idx)
+        return step | {"loss": step["loss"][None]}
+
+
+def test_a_parameter_without_a_gradient_decays_and_that_is_said_once() -> None:
+    module = Idle()
+    before = module.idle.weight.detach().clone()
+    trainer = new_trainer(SyncStrategy(compile=False), max_steps=3)
+    with pytest.warns(UserWarning, match="idle.weight got no gradient") as said:
+        trainer.fit(module, Batches(examples(5)))
+    assert sum("got no gradient" in str(warning.message) for warning in said) == 1
+    assert (module.idle.weight.abs() < before.abs()).all()
+
+
+class After(Callback):
+    def on_after_backward(self, *_: Any) -> None:
+        """Looks at gradients."""
+
+
+def test_it_is_said_what_on_after_backward_sees() -> None:
+    trainer = new_trainer(SyncStrategy(compile=False), max_steps=1, callbacks=[After()])
+    with pytest.warns(UserWarning, match="on_after_backward sees gradients summed"):
+        trainer.fit(Classifier(), Batches(examples(5)))
+
+
+def test_weight_averaging_of_packed_workers_is_refused() -> None:
+    strategy, callbacks = DecentralizedStrategy(4, compile=False), [EMAWeightAveraging()]
+    trainer = new_trainer(strategy, max_steps=1, callbacks=callbacks)
+    with pytest.raises(MisconfigurationException, match="WeightAveraging keeps one model"):
+        trainer.fit(tiny(), Batches(batches(1)))
+    trainer = new_trainer(SyncStrategy(compile=False), max_steps=1, callbacks=callbacks)
+    trainer.fit(tiny(), Batches(batches(1)))

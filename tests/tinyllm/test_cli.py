@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tinyllm import cli
 from tinyllm.cli import COMMANDS, configs_first, main
@@ -95,6 +96,18 @@ def test_fit_help_tells_precedence_first_and_the_trainer_last(command: Any) -> N
     places = [text.index(f"\n{section}") for section in sections]
     assert places == sorted(places)
     assert "packed4_awc" in text
+
+
+@pytest.mark.parametrize(("exported", "seed"), [("7", 7), (None, 0)])
+def test_a_seed_of_true_is_the_one_that_is_exported(
+    fit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exported: str | None, seed: int
+) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", exported or "")  # restores what was there before
+    if exported is None:
+        monkeypatch.delenv("PL_GLOBAL_SEED")
+    fit("run", "--seed_everything", "true", "--trainer.max_steps", "1")
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["seed_everything"] == seed
 
 
 def test_configuration_files_come_first_in_their_order() -> None:

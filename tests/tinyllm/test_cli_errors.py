@@ -76,6 +76,18 @@ def test_pitfall_8_a_misspelt_key_in_a_file_names_the_nearest(
             "'lightning.pytorch.callbacks.LearningRateMonitr'; did you mean "
             "'lightning.pytorch.callbacks.LearningRateMonitor'?",
         ),
+        # callbacks that are imported when they are used
+        (
+            "trainer: {callbacks: [{class_path: tinyllm.callbacks.ThroughputWindow}]}",
+            "trainer.callbacks: there is no class 'tinyllm.callbacks.ThroughputWindow'; did you "
+            "mean 'tinyllm.callbacks.ThroughputWindows'?",
+        ),
+        (
+            "trainer: {callbacks: [{class_path: tinyllm.callbacks.RunReprt}]}",
+            "did you mean 'tinyllm.callbacks.RunReport'?",
+        ),
+        ("trainer: {callbacks: [{class_path: RunReprt}]}", "'tinyllm.callbacks.RunReport'?"),
+        ("model: {schedule: {class_path: Wsd}}", "did you mean 'tinyllm.schedule.WSD'?"),
     ],
 )
 def test_pitfall_8_a_misspelt_class_path_names_the_nearest(
@@ -150,10 +162,81 @@ def test_an_unusable_value_names_its_key(
     assert shown in errors_of(command("fit", "--config", tiny, *args))
 
 
+DECENTRALIZED = ["--trainer.strategy", "tinyllm.strategies.DecentralizedStrategy"]
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        (
+            ["--trainer.strategy.backend", "gh20"],
+            "trainer.strategy.backend: 'gh20' is not allowed; did you mean 'gh200'? (choices: "
+            "auto, gh200, native)",
+        ),
+        (
+            [*DECENTRALIZED, "--trainer.strategy.workers", "x"],
+            "trainer.strategy.workers: expected int, got 'x'",
+        ),
+        (
+            [*DECENTRALIZED, "--trainer.strategy.scheme", "atx"],
+            "trainer.strategy.scheme: 'atx' is not allowed; did you mean 'atc'? (choices: awc, "
+            "atc)",
+        ),
+        (
+            [*DECENTRALIZED, "--trainer.strategy.adaptive_consensus.start_fraction", "x"],
+            "trainer.strategy.adaptive_consensus.start_fraction: expected float, got 'x'",
+        ),
+        (
+            [*DECENTRALIZED, "--trainer.strategy.adaptive_consensus.start", "0.5"],
+            "trainer.strategy.adaptive_consensus: tinyllm.strategies.consensus.AdaptiveConsensus "
+            "has no option 'start'",
+        ),
+        (
+            ["--trainer.strategy.micro_batch_size", "x"],
+            "trainer.strategy.micro_batch_size: expected int or null, got 'x'",
+        ),
+        (["--model.config.layers", "x"], "model.config.layers: expected int, got 'x'"),
+        (
+            ["--model.schedule.warmup_fraction", "x"],
+            "model.schedule.warmup_fraction: expected float, got 'x'",
+        ),
+        (
+            ["--trainer.limit_train_batches", "x"],
+            "trainer.limit_train_batches: expected int, float or null, got 'x'",
+        ),
+        (
+            [
+                "--trainer.callbacks+=LearningRateMonitor",
+                "--trainer.callbacks.logging_interval=epok",
+            ],
+            "trainer.callbacks.logging_interval: 'epok' is not allowed; did you mean 'epoch'? "
+            "(choices: step, epoch, null)",
+        ),
+    ],
+)
+def test_a_bad_option_of_a_class_is_one_line(
+    command: Any, tiny: Path, args: list[str], shown: str
+) -> None:
+    err = errors_of(command("fit", "--config", tiny, *args))
+    assert f"tinyllm fit: error: {shown}" in err
+    assert len(err.splitlines()) == 2
+
+
 def test_a_missing_key_is_named_as_it_is_given(command: Any) -> None:
     done = command("fit", "--model.preset", "20m")
     assert done.err == (
         "tinyllm fit: error: the following arguments are required: data.cache\n"
+        "(`tinyllm fit --help` lists what is accepted)\n"
+    )
+
+
+def test_a_missing_option_of_a_class(command: Any, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text(
+        "trainer: {strategy: {class_path: tinyllm.strategies.DecentralizedStrategy}}"
+    )
+    done = command("fit", "--config", tiny, "--config", "bad.yaml")
+    assert done.err == (
+        "tinyllm fit: error: the following arguments are required: trainer.strategy.workers\n"
         "(`tinyllm fit --help` lists what is accepted)\n"
     )
 
@@ -193,6 +276,13 @@ def test_pitfall_8_the_commands_around_training(command: Any, args: list[str], s
         (["--model.config.vocab_size", "100"], "token ids and the model 100"),
         (["--model.optimizer.lr", "-1"], "lr -1.0"),
         (["--trainer.strategy.micro_batch_size", "0"], "error: micro_batch_size is 0"),
+        (
+            [
+                "--trainer.strategy=packed4_awc",
+                "--trainer.strategy.adaptive_consensus.start_fraction=2",
+            ],
+            "error: start_fraction is a share of all updates, from 0 to 1, got 2.0\n",
+        ),
         (["--trainer.precision", "bf16-true"], "precision 'bf16-true' is not supported"),
         (["--trainer.gradient_clip_algorithm", "value"], "use gradient_clip_algorithm='norm'"),
         (["--ckpt_path", "nowhere.ckpt"], "there is no checkpoint at nowhere.ckpt"),
@@ -214,6 +304,7 @@ def test_nearest_compares_whole_names_and_last_parts() -> None:
     assert nearest("trainer.max_stepz", good) == "trainer.max_steps"
     assert nearest("optimiser.lr", good) == "model.optimizer.lr"
     assert nearest("max_steps", good) == "trainer.max_steps"
+    assert nearest("Model.Optimizer.LR", good) == nearest("Lr", good) == "model.optimizer.lr"
     assert nearest("zebra", good) is None
     assert nearest("x", []) is None
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tinyllm.checkpoint import read_checkpoint
 from tinyllm.config import LlamaConfig
 from tinyllm.data.tokenizer import Tokenizer
 from tinyllm.generate import decoded, restrict, sample
 from tinyllm.model import Llama
+from tinyllm.module import module_of
 
 CONFIG = LlamaConfig(layers=2, width=16, heads=2, ffn_width=32, vocab_size=40, context=24)
 PROMPT = torch.tensor([3, 1, 4, 1, 5])
@@ -304,6 +306,33 @@ def test_another_tokenizer_may_be_given(
         done = command("generate", *options, "--tokenizer", tmp_path / "tokenizer.json")
         assert done.code == 1
         assert "give the tokenizer that the model was trained with" in done.err
+
+
+def test_a_caches_own_boundary_starts_and_ends_documents(
+    command: Any, checkpoint: Path, text_cache: Path, tmp_path: Path
+) -> None:
+    from tinyllm.data.cache import TokenCache
+    from tinyllm.data.prepare import prepare
+
+    boundary, file = 9, text_cache / "tokenizer.json"
+    texts = [str(path) for path in sorted(text_cache.parent.glob("*.txt"))]
+    prepare(
+        tmp_path / "cache",
+        "text",
+        texts,
+        tokenizer=file,
+        boundary_id=boundary,
+        validation_fraction=0.2,
+    )
+    tokenizer = TokenCache.open(tmp_path / "cache").tokenizer()
+    assert tokenizer.boundary_id == boundary != Tokenizer.load(file).boundary_id
+
+    model = module_of(read_checkpoint(checkpoint), checkpoint).model
+    new = step_by_step(model, torch.tensor([boundary]), 5)
+    options = [checkpoint, "--max_new_tokens", 5, "--temperature", 0]
+    done = command("generate", *options, "--tokenizer", tmp_path / "cache")
+    assert done.out == "".join(decoded(tokenizer, [], new)) + "\n", done.err
+    assert done.out != command("generate", *options, "--tokenizer", file).out
 
 
 def rewritten(checkpoint: Path, path: Path, **changes: Any) -> Path:

@@ -64,6 +64,11 @@ def test_weights_alone_are_no_start(fit: Run) -> None:
 def test_what_would_go_wrong_later_is_refused_at_once(command: Any, tiny: Path) -> None:
     for option, value, shown in (
         ("--trainer.accumulate_grad_batches", 0, "trainer.accumulate_grad_batches is 0"),
+        (
+            "--trainer.strategy",
+            "tinyllm.strategies.DecentralizedStrategy",
+            "cannot be made without options; give them, as in --trainer.strategy.workers 4",
+        ),
         ("--best_checkpoint.save_top_k", 3, "all have the one file name 'best'"),
     ):
         done = command("fit", "--config", tiny, option, value)

@@ -4,7 +4,6 @@
 only ever replaced by a rename of a finished folder, so a failure leaves an earlier cache as it was.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ from typing import Any
 
 from tinyllm.data.cache import MANIFEST, CacheError, TokenCache
 from tinyllm.errors import naming
+from tinyllm.folder_lock import locked
 
 _RECORD = "progress.json"
 
@@ -70,19 +70,15 @@ def _lock(folder: Path) -> int:
     """A descriptor of the folder that keeps others out until it is closed."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with suppress(FileNotFoundError):
-                if os.path.samestat(folder.stat(), os.fstat(descriptor)):
-                    return descriptor
+            return locked(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # another process has just moved it away, as its finished cache
         except BlockingIOError as error:
-            os.close(descriptor)
             raise CacheError(
                 f"another `tinyllm prepare` is writing {folder}; wait for it or choose another "
                 f"--output"
             ) from error
-        os.close(descriptor)  # of what another process has moved away since, as its finished cache
 
 
 def clear_up(output: Path) -> None:
