@@ -20,7 +20,6 @@ from tinyllm.acceptance.server import die_with_parent
 
 _SERVER = Path(__file__).with_name("server.py")
 _LOOK_SECONDS = 0.01
-_WRITING_SECONDS = 1.0  # at most, from the end of a training until it is written down
 
 
 class Launchers:
@@ -96,11 +95,10 @@ class Training:
     def poll(self) -> int | None:
         """Its exit code, negative after a signal; None while it runs."""
         if self.returncode is None:
-            if not self._code.exists() and self._is_gone():
-                time.sleep(_WRITING_SECONDS)
+            gone = self._is_gone()  # before looking for what is written before that
             if self._code.exists():
                 self.returncode = int(self._code.read_text())
-            elif self._is_gone():
+            elif gone:
                 self.returncode = -signal.SIGKILL
             if self.returncode is not None:
                 for left in (self._pid, self._code):
@@ -126,15 +124,19 @@ class Training:
             time.sleep(_LOOK_SECONDS)
         if self.poll() is None:
             with suppress(ProcessLookupError):  # it has ended just now
-                os.kill(int(self._pid.read_text()), number)
+                os.kill(self._numbers()[0], number)
+
+    def _numbers(self) -> list[int]:
+        """The training's process, and the one that waits for it and writes down its end."""
+        return [int(number) for number in self._pid.read_text().split()]
 
     def _is_gone(self) -> bool:
-        if self._server.poll() is not None:  # it ends with the server
-            return True
+        """Whether nobody is left who could write down how it ended."""
+        server_is_gone = self._server.poll() is not None
         try:
-            os.kill(int(self._pid.read_text()), 0)
+            os.kill(self._numbers()[1], 0)
         except FileNotFoundError:  # it has not started yet
-            return False
+            return server_is_gone
         except ProcessLookupError:
             return True
         return False

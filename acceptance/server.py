@@ -1,8 +1,9 @@
 """Forks trainings from a process that has imported what they need; ``launcher`` runs this script.
 
 Takes a line of JSON for each training from standard input: its folder, its log, and the arguments
-of ``tinyllm``. In the folder ``.pid`` appears when it runs and ``.code`` when it has ended. Nothing
-of this project is imported but what PYTHONPATH leads to.
+of ``tinyllm``. In the folder ``.pid`` appears when it runs, with its number and that of the process
+that waits for it, and ``.code`` when it has ended. Nothing of this project is imported but what
+PYTHONPATH leads to.
 """
 
 import ctypes
@@ -81,7 +82,7 @@ def become(request: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.argv = [_PACKAGE, *request["arguments"]]
-    Path(".starting").write_text(str(os.getpid()))
+    Path(".starting").write_text(f"{os.getpid()} {os.getppid()}")
     Path(".starting").rename(".pid")
 
 

@@ -13,6 +13,7 @@ def test_scalars_weigh_by_targets_and_leave_out_idle_workers() -> None:
         targets=torch.tensor([30, 10, 0]),
         grad_norm=torch.tensor([1.0, 3.0, 0.0]),
         learning_rate=0.5,
+        failed=torch.tensor(0),
         gamma=0.25,
         consensus_distance=torch.tensor([3.0, 4.0, 0.0]),
         average_norm=torch.tensor([10.0]),
@@ -39,7 +40,7 @@ def test_scalars_weigh_by_targets_and_leave_out_idle_workers() -> None:
 
 
 def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = UpdateMetrics(torch.ones(1), torch.ones(1), torch.ones(1), 0.1)
+    metrics = UpdateMetrics(torch.ones(1), torch.ones(1), torch.ones(1), 0.1, torch.tensor(False))
     reads: list[int] = []
     cat = torch.cat
     monkeypatch.setattr(torch, "cat", lambda tensors: reads.append(1) or cat(tensors))
@@ -48,5 +49,19 @@ def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_update_without_any_target_has_no_loss() -> None:
-    metrics = UpdateMetrics(torch.zeros(1), torch.zeros(1), torch.zeros(1), 0.1)
+    metrics = UpdateMetrics(torch.zeros(1), torch.zeros(1), torch.zeros(1), 0.1, torch.tensor(False))
     assert metrics.scalars()["train/loss"] == 0.0
+
+
+@pytest.mark.parametrize("flag", [torch.tensor(1, dtype=torch.int32), torch.tensor(True)])
+def test_values_are_those_of_when_they_were_sent(flag: torch.Tensor) -> None:
+    loss = torch.tensor([2.0])
+    metrics = UpdateMetrics(loss, torch.ones(1), torch.ones(1), 0.1, torch.zeros_like(flag))
+    assert not metrics.arrived
+    metrics.send()
+    assert metrics.arrived
+    loss.fill_(5.0)
+    metrics.failed.copy_(flag)
+    assert metrics.scalars()["train/loss"] == 2.0
+    assert not metrics.has_failed
+    assert UpdateMetrics(loss, torch.ones(1), torch.ones(1), 0.1, flag).has_failed
