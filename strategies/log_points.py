@@ -59,6 +59,8 @@ class LogPoints(Callback):
         tensors = {name: torch.tensor(value) for name, value in values.items()}
         for known in (self._trainer.logged_metrics, self._trainer.callback_metrics):
             known.update(tensors)
+        if "train/loss" in values:  # in whatever progress bar there is
+            self._trainer.progress_bar_metrics["train/loss"] = values["train/loss"]
         if values:
             for logger in self._trainer.loggers:
                 logger.log_metrics({**values, "epoch": metrics.epoch}, step=metrics.step)

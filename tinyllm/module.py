@@ -85,7 +85,6 @@ class TinyLLM(LightningModule):
             self.load_state_dict(weights)
         self.validation_loss = TokenLoss()
         self.test_loss = TokenLoss()
-        self._newest_loss: Tensor | None = None
         # plain values only, so that checkpoints load with weights_only=True
         self.save_hyperparameters(
             {
@@ -135,16 +134,7 @@ class TinyLLM(LightningModule):
 
     def on_log_point(self, metrics: UpdateMetrics) -> dict[str, float]:
         """What a strategy is to log of an update; it calls this when the values are there."""
-        values = metrics.scalars()
-        # as a host tensor: Lightning would move a number to the device, and wait for it
-        self._newest_loss = torch.tensor(values["train/loss"])
-        return values
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Shows the newest loss in whatever progress bar there is."""
-        if self._newest_loss is not None:
-            self.log("train/loss", self._newest_loss, prog_bar=True, logger=False)
-            self._newest_loss = None
+        return metrics.scalars()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         """Adds a batch to the split's exact loss."""

@@ -148,3 +148,27 @@ def test_what_callbacks_and_the_module_return_is_logged_once(tmp_path: Path) -> 
     rows = pd.read_csv(tmp_path / "metrics.csv").dropna(subset="train/loss")
     assert [step for step, _ in seen] == rows["step"].tolist() == list(range(1, 24, 2))
     np.testing.assert_allclose(rows["own/loss"], 2 * rows["train/loss"])
+
+
+class AtEpochEnd(Callback):
+    """Remembers what callbacks and bars are told at the end of an epoch."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[float, float]] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loss = trainer.callback_metrics["train/loss"].item()
+        self.told.append((loss, trainer.progress_bar_metrics["train/loss"]))
+
+
+def test_the_end_of_an_epoch_knows_the_newest(tmp_path: Path, late: Late) -> None:
+    at_once, afterwards = AtEpochEnd(), AtEpochEnd()
+    fit(tmp_path / "at_once", at_once)
+    late(1_000)
+    fit(tmp_path / "late", afterwards)
+    assert afterwards.told == at_once.told
+    losses = table(tmp_path / "late").dropna(subset="train/loss")["train/loss"].tolist()
+    assert [loss for loss, _ in at_once.told] == pytest.approx(
+        [losses[2], losses[6], losses[9], losses[11]]
+    )
+    assert all(shown == pytest.approx(loss) for loss, shown in at_once.told)

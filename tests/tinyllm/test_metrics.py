@@ -49,7 +49,9 @@ def test_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_update_without_any_target_has_no_loss() -> None:
-    metrics = UpdateMetrics(torch.zeros(1), torch.zeros(1), torch.zeros(1), 0.1, torch.tensor(False))
+    metrics = UpdateMetrics(
+        torch.zeros(1), torch.zeros(1), torch.zeros(1), 0.1, torch.tensor(False)
+    )
     assert metrics.scalars()["train/loss"] == 0.0
 
 
