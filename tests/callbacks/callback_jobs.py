@@ -1,11 +1,14 @@
 """What the tests of this folder run on several ranks."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 from classifier import classifier, examples
-from simulation import CONFIG, Batches, new_trainer, tiny
+from lightning.pytorch import Callback, Trainer
+from simulation import CONFIG, Batches, batches, new_trainer, tiny
+from torch.utils.data import DataLoader
 
 from tinyllm import TokenDataModule
 from tinyllm.callbacks import ConsensusDistance, MemoryMonitor, ThroughputWindows, UpdateTrace
@@ -50,6 +53,26 @@ def calibrate(cache: str, folder: str) -> int | None:
     trainer.fit(tiny(), TokenDataModule(cache, CONFIG.context, 16))
     assert windows.meter.done
     return windows.meter.updates_per_window
+
+
+class KillItself(Callback):
+    """Kills its process after seven updates."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_killed(folder: str) -> None:
+    """Trains with a validation every six updates, and is killed after the seventh."""
+    trainer = new_trainer(
+        SyncStrategy(compile=False),
+        callbacks=[MemoryMonitor(folder), KillItself()],
+        val_check_interval=6,
+        limit_val_batches=1,
+    )
+    data = batches(1)
+    trainer.fit(tiny(), Batches(data), DataLoader(data[:1], batch_size=None))
 
 
 def observe_classifier(folder: str) -> dict[str, float]:
