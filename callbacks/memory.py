@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from tinyllm.callbacks.files import write_json
-from tinyllm.metrics import UpdateMetrics
+from tinyllm.metrics import UpdateMetrics, shows_log_points
 
 Peaks = dict[str, int]
 """Bytes by name."""
@@ -119,7 +119,7 @@ class MemoryMonitor(Callback):
         if trainer.global_step == self._updates:
             return  # the batch is a part of an update
         self._updates = trainer.global_step
-        if logs and not hasattr(trainer.strategy, "update_metrics"):  # nobody calls on_log_point
+        if logs and not shows_log_points(trainer.strategy):
             pl_module.log_dict(self._look(trainer))
         if self._peaks.phase == "startup":
             self._peaks.enter("training")

@@ -1,7 +1,7 @@
 """A whole qualification in miniature: freeze, measure, compare, collect, report and judge.
 
     python scripts/pilot.py --root runs/pilot
-    python scripts/pilot.py --root /tmp/pilot --device gpu --candidate gh200 --output results
+    python scripts/pilot.py --root runs/gpu-pilot --device gpu --candidate gh200 --output results
 
 On a CPU: native against itself, on a protocol of two tiny workloads with thresholds that noise does
 not decide, in less than two minutes. It shows that every step works, and says nothing about speed.

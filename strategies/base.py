@@ -273,7 +273,6 @@ class ArenaStrategy(ProcessStrategy):
     def _complete(self, metrics: UpdateMetrics) -> None:
         """Adds what is only wanted at log points, and brings all workers' values together."""
         ranks = self.ranks
-        metrics.complete = True
         metrics.step, metrics.epoch = self._trainer.global_step, self._trainer.current_epoch
         metrics.loss = ranks.gather(metrics.loss)
         metrics.targets = ranks.gather(metrics.targets)

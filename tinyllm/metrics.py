@@ -24,7 +24,6 @@ class UpdateMetrics:
         grad_norm: ``[N]`` global gradient norm of each worker, before clipping.
         learning_rate: Of this update.
         failed: ``[]``; not 0 after an update that was not finite, this one or one before.
-        complete: Whether this is a log point.
         step: Optional; number of the update, from 0.
         epoch: Optional; the update's epoch.
         gamma: Optional; how much of the mixing was left, 0 to 1.
@@ -37,7 +36,6 @@ class UpdateMetrics:
     grad_norm: Tensor
     learning_rate: float
     failed: Tensor
-    complete: bool = False
     step: int | None = None
     epoch: int | None = None
     gamma: float | None = None
@@ -103,6 +101,11 @@ class UpdateMetrics:
                 values[f"worker_distance/{worker}"] = value
                 values[f"worker_relative_distance/{worker}"] = value / norm[0]
         return values
+
+
+def shows_log_points(strategy: object) -> bool:
+    """Whether a strategy is one of tinyllm's, which calls ``on_log_point``."""
+    return hasattr(strategy, "update_metrics")
 
 
 class _Sent:

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 from typing_extensions import override
 
-from tinyllm.metrics import UpdateMetrics
+from tinyllm.metrics import UpdateMetrics, shows_log_points
 
 REDRAW_SECONDS = 0.1
 LINE_SECONDS = 5.0
@@ -99,9 +99,8 @@ class RunProgressBar(TQDMProgressBar):
             values = self._arrived.scalars()
             self._renew(self._arrived.step + 1, values["train/loss"], values["train/lr"])
             self._arrived = None
-        elif (
-            trainer._logger_connector.should_update_logs
-            and not hasattr(trainer.strategy, "update_metrics")  # nobody calls on_log_point
+        elif trainer._logger_connector.should_update_logs and not shows_log_points(
+            trainer.strategy
         ):
             groups = trainer.optimizers[0].param_groups if trainer.optimizers else [{}]
             loss = trainer.callback_metrics.get("train/loss")

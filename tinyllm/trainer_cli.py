@@ -131,13 +131,13 @@ class TinyLLMCLI(LightningCLI):
     def _check_strategy(self, strategy: Any) -> None:
         """Trainer takes any string for a strategy; a misspelt one is refused here."""
         known = ["auto", *StrategyRegistry.available_strategies()]
-        classes = known_classes(Strategy)
-        if strategy in classes:
-            self._parser(self._command).error(
-                f"trainer.strategy is {strategy!r}, which cannot be made without options; give "
-                "them, as in --trainer.strategy.workers 4"
-            )
         if isinstance(strategy, str) and strategy not in known:
+            classes = known_classes(Strategy)
+            if strategy in classes:
+                self._parser(self._command).error(
+                    f"trainer.strategy is {strategy!r}, which cannot be made without options; give "
+                    "them, as in --trainer.strategy.workers 4"
+                )
             best = nearest(strategy, [*known, *classes])
             self._parser(self._command).error(
                 f"trainer.strategy is {strategy!r}, which is neither a registered name nor a class "

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from simulation import new_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -53,18 +54,17 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Late:
 def fit(folder: Path, *callbacks: Callback, ckpt_path: Path | None = None, **options: Any) -> None:
     torch.manual_seed(0)
     rows = torch.randint(32, (84, 9))  # 7 batches an epoch
-    trainer = Trainer(
+    trainer = new_trainer(
+        DecentralizedStrategy(4, compile=False),
         **{
-            "accelerator": "cpu",
-            "strategy": DecentralizedStrategy(4, compile=False),
             "max_steps": 24,
             "log_every_n_steps": 2,
             "val_check_interval": 5,
             "check_val_every_n_epoch": None,
             "gradient_clip_val": 1.0,
+            "limit_val_batches": None,
             "logger": RunLogger(folder),
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
+            "enable_checkpointing": True,
             **options,
         },
         callbacks=[

@@ -238,17 +238,7 @@ def test_no_clipping_below_zero() -> None:
     states = []
     for clip in (None, 0.0, -1.0):
         module = tiny()
-        trainer = Trainer(
-            accelerator="cpu",
-            strategy=SyncStrategy(compile=False),
-            max_steps=3,
-            gradient_clip_val=clip,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(module, DataLoader(rows(12), batch_size=4))
+        fit(module, rows(12).split(4), SyncStrategy(compile=False), gradient_clip_val=clip)
         states.append([p.detach().clone() for p in module.parameters()])
     for state in states[1:]:
         torch.testing.assert_close(state, states[0], rtol=0, atol=0)
