@@ -117,7 +117,8 @@ def compare(workload: Workload) -> Iterator[dict[str, Any]]:
     config = workload_config(workload, Settings(cache=""))
     optimizer = config["model"]["optimizer"]
     schedule = WarmupCosine(**config["model"]["schedule"]["init_args"])
-    adaptive = "adaptive_consensus" in config["trainer"]["strategy"]["init_args"]
+    strategy = config["trainer"]["strategy"]["init_args"]
+    gamma = GAMMA if "adaptive_consensus" in strategy else 1.0
     workers = workload.workers
     topology = make_topology("one_peer_exponential", workers) if workers > 1 else None
     sides = {"candidate/native": "gh200", "native/native": "native", "reference": "native"}
@@ -127,16 +128,16 @@ def compare(workload: Workload) -> Iterator[dict[str, Any]]:
         shape = (workers * workload.local_batch, workload.context + 1)
         rows = torch.from_numpy(rng.zipf(1.3, shape) % 32_000).cuda()
         lr = optimizer["lr"] * schedule.factor(number, schedule.updates)
-        betas = tuple(optimizer["betas"])
+        decays = (optimizer["weight_decay"], 0.0)
         groups = [
-            GroupHyperparameters(lr, betas, optimizer["eps"], decay)
-            for decay in (optimizer["weight_decay"], 0.0)
+            GroupHyperparameters.of({**optimizer, "lr": lr, "weight_decay": decay}, torch.float32)
+            for decay in decays
         ]
         matrix = None
         if topology is not None:
-            matrix = mixed(topology.matrix(number), GAMMA if adaptive else 1.0)
+            matrix = mixed(topology.matrix(number), gamma)
         found = {
-            name: side.update(rows, groups, workload.clip, workload.scheme, matrix)
+            name: side.update(rows, groups, workload.clip, strategy.get("scheme"), matrix)
             for name, side in engines.items()
         }
         reference = found.pop("reference")

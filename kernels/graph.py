@@ -69,6 +69,7 @@ class CapturedCall:
         except BaseException as error:
             clear_frames(error.__traceback__)  # whose variables hold memory of the pool
             self._abandon(graph)
+            del graph  # the error's traceback holds this frame
             if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                 raise RuntimeError(
                     "an update could not be captured in a CUDA graph; set the strategy's backend "
@@ -96,6 +97,7 @@ class CapturedCall:
         """Gives the graph's memory back; there are no more calls after this."""
         if self._graph is not None:
             self._graph.reset()
+            self._graph = None  # a graph that is reset still holds what random generators need
 
 
 @cache

@@ -233,8 +233,9 @@ class ArenaStrategy(ProcessStrategy):
         if self._gradients_are_seen:  # hooks that nobody has overridden cost small updates time
             call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
             call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+        dtype = self.engine.arena.weights.dtype
         metrics = self.engine.update(
-            [GroupHyperparameters.of(group) for group in optimizer.param_groups],
+            [GroupHyperparameters.of(group, dtype) for group in optimizer.param_groups],
             clip if clip and clip > 0 else None,  # as Lightning takes it
             self._combine(),
         )

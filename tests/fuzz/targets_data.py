@@ -212,9 +212,11 @@ def topology_csv(data: Any, folder: Path) -> None:
     path.write_bytes(data.draw(csv_files()))
     try:
         lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-        if any("99999" in line for line in lines):  # Fraction would write that number out
-            raise ValueError
-        entries = [[float(Fraction(entry)) for entry in line.split(",")] for line in lines]
+        # only fractions are made one, which would write 1e-999999999 out
+        entries = [
+            [float(Fraction(entry) if "/" in entry else entry) for entry in line.split(",")]
+            for line in lines
+        ]
         wanted = np.array(entries, dtype=float)
     except (ValueError, ArithmeticError):
         wanted = None

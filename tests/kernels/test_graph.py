@@ -57,7 +57,7 @@ def captured(counter: Counter) -> CapturedCall:
 
 @pytest.fixture
 def counter() -> Counter:
-    first = captured(Counter())  # the capture stream keeps 2 MB from then on
+    first = captured(Counter())  # what a process keeps of its first capture is no test's
     first(), first()
     first.release()
     return Counter()

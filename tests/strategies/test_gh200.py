@@ -31,7 +31,7 @@ from tinyllm.errors import NonFiniteError
 from tinyllm.strategies import DecentralizedStrategy, SyncStrategy
 from tinyllm.strategies.base import ArenaStrategy
 from tinyllm.strategies.consensus import AdaptiveConsensus
-from tinyllm.strategies.engine import GroupHyperparameters
+from tinyllm.strategies.engine import Combine, GroupHyperparameters
 from tinyllm.strategies.gh200 import Gh200Engine
 from tinyllm.strategies.topology import make_topology
 
@@ -191,6 +191,50 @@ def test_bias_corrections_go_by_the_updates_applied() -> None:
     for rows in batches(2)[:3]:
         found, expected = (run.recorded([rows], 0.1) for run in (mine, other))
         assert_same(found, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", ["gh200", "native"])
+def test_fp32_moments_at_a_beta_that_fp32_does_not_hold(backend: Backend) -> None:
+    """Both make the updates of AdamW in float64 with the nearest betas that fp32 does hold."""
+    group = {"lr": 0.01, "betas": (0.98, 0.999999), "eps": EPS, "weight_decay": 0.1}
+    run = Run(backend, CONFIG, 2, dtype=torch.float32)
+    arena = run.arena
+    betas = GroupHyperparameters.of(group, torch.float32).betas
+    oracle = [row.double().clone() for row in arena.weights]
+    adamw = torch.optim.AdamW(oracle, **group | {"betas": betas})
+    for _ in range(5):
+        means = 1e-2 * torch.randn(arena.weights.shape, generator=torch.Generator().manual_seed(3))
+        run.supply(means, 1)
+        of_columns = GroupHyperparameters.of(group, torch.float32)
+        run.engine.finish_gradients(True)
+        run.engine.update([of_columns, of_columns], None)
+        for row, mean in zip(oracle, means, strict=True):
+            row.grad = mean.double()
+        adamw.step()
+    for name in ("exp_avg", "exp_avg_sq"):
+        exact = torch.stack([adamw.state[row][name] for row in oracle])
+        columns = [slice(*bounds) for bounds in arena.layout.groups]
+        for own in columns:
+            found = getattr(arena, name)[:, own].double()
+            torch.testing.assert_close(found, exact[:, own], rtol=2e-6, atol=0)
+            torch.testing.assert_close(
+                arena.weights[:, own].double(), torch.stack(oracle)[:, own], rtol=2e-6, atol=1e-8
+            )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rate"), [(torch.float32, 1.0132789611816406e-06), (torch.float64, 1e-6)]
+)
+def test_betas_are_numbers_of_the_arenas_dtype(dtype: torch.dtype, rate: float) -> None:
+    group = {"lr": 0.01, "betas": (0.5, 0.999999), "eps": EPS, "weight_decay": 0.1}
+    beta1, beta2 = GroupHyperparameters.of(group, dtype).betas
+    assert beta1 == 0.5
+    assert 1 - beta2 == pytest.approx(rate, rel=1e-9)
+
+
+def test_a_scheme_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"scheme must be one of \('awc', 'atc'\), got 'adaptive'"):
+        Combine("adaptive", np.eye(2), lambda rows, failed: None)  # type: ignore[arg-type]
 
 
 # --- a loss or gradient that is not finite --------------------------------------------------------

@@ -195,7 +195,7 @@ def test_capturing_changes_no_state_and_no_generator() -> None:
 
     def everything() -> list[Tensor]:
         tensors = [arena.weights, arena.gradients, arena.exp_avg, arena.exp_avg_sq]
-        tensors += [*engine._totals, engine._step, engine._failed, engine._results, engine._squares]
+        tensors += [*engine._totals, engine._step, engine.failed, engine._results, engine._squares]
         return [t.clone() for t in tensors] + [torch.cuda.get_rng_state(), torch.get_rng_state()]
 
     before = everything()
