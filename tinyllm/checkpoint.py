@@ -28,6 +28,10 @@ def load_checked(path: Path, map_location: Any = "cpu", mmap: bool = False) -> A
         raise ValueError(f"{path} is no checkpoint, or was cut off or damaged: {reason}") from error
 
 
+_FOLDER = 0x10
+"""The attribute of folders in a zip file."""
+
+
 def _check_bytes(path: Path) -> None:
     """Compares every record with its checksum, which ``torch.load`` does not."""
     if not zipfile.is_zipfile(path):
@@ -36,6 +40,8 @@ def _check_bytes(path: Path) -> None:
         for record in archive.infolist():
             if record.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"{record.filename} is compressed, which torch.save does not do")
+            if record.external_attr & _FOLDER:  # of which torch reads nothing, into new memory
+                raise ValueError(f"{record.filename} is marked as a folder")
         if (changed := archive.testzip()) is not None:
             raise ValueError(f"{changed} has changed since it was written")
 

@@ -216,3 +216,21 @@ def test_an_object_store_is_written_by_lightning(monkeypatch: pytest.MonkeyPatch
     assert fsspec.filesystem("memory").exists("/runs/last.ckpt")
     assert not Path("memory:").exists()
     assert checkpoint_io.torch is torch
+
+
+def test_no_bit_of_the_directory_of_records_changes_what_is_read(tmp_path: Path) -> None:
+    """It has no checksum: a record marked as a folder was read as whatever memory held."""
+    path = tmp_path / "last.ckpt"
+    state = {"step": 1, "weights": torch.arange(5.0)}
+    AtomicCheckpointIO().save_checkpoint(state, path)
+    good = path.read_bytes()
+    for bit in range(8 * good.index(b"PK\x01\x02"), 8 * len(good)):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bad)
+        try:
+            found = AtomicCheckpointIO().load_checkpoint(path)
+        except ValueError:
+            continue
+        assert found["step"] == 1
+        assert torch.equal(found["weights"], state["weights"])
