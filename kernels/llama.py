@@ -14,12 +14,17 @@ from torch import Tensor
 from tinyllm.kernels import attention, head, norm
 from tinyllm.kernels.attention import Attended
 from tinyllm.kernels.embedding import embed, embed_backward
-from tinyllm.kernels.gemm import input_gradient, linear, weight_gradient
+from tinyllm.kernels.gemm import input_gradient, linear, weight_gradient, weight_gradients
 from tinyllm.kernels.rope import rotate, rotate_back
 from tinyllm.kernels.swiglu import swiglu, swiglu_backward
+from tinyllm.kernels.views import at_even_distances
 
 EMBEDDING = "embed_tokens"
 FINAL_NORM = "norm"
+
+_FEW_TOKENS = 8_192
+"""Up to which copying what one worker attended to, so that it is one tensor for all layers, takes
+less time than it saves in the weight gradients."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,29 @@ class _Layer(NamedTuple):
     """What the backward pass of a layer needs from its forward pass."""
 
     before_attention: _Normed
-    qkv: Tensor
     attended: Attended
     before_feed_forward: _Normed
+
+
+class _Factors(NamedTuple):
+    """What the matrix products of all layers take and give, ``[L, W, M, ·]`` in the compute dtype.
+
+    Weight gradients are products of them; so gradients of ``qkv`` and ``gate_up`` take their places
+    in the backward pass.
+    """
+
+    normed: Tensor  # before attention
+    qkv: Tensor
+    middle: Tensor  # normalized, before the feed-forward part
     gate_up: Tensor
     activated: Tensor
+
+
+class _Branches(NamedTuple):
+    """Gradients of what a layer's two parts add to the residual stream, as :class:`_Factors`."""
+
+    attention: Tensor
+    feed_forward: Tensor
 
 
 class LlamaStep:
@@ -104,27 +127,27 @@ class LlamaStep:
         self._workers, sequences, row = rows.shape
         self._length = row - 1
         self._tokens = sequences * self._length
-        self._low = llama.weights[EMBEDDING].dtype
+        self._embedding = llama.weights[EMBEDDING]
         self._partials = norm.partials(self._workers, self._tokens)
         self._norm_gradients = _rows_of([llama.gradients[name] for name in llama.norms])
 
     def __call__(self) -> None:
         """Runs both passes."""
-        layers, x = self._forward()
-        norms = self._llama.norms
-        dweights = x.x.new_empty(self._workers, len(norms), self._partials, x.x.shape[2])
-        dscales = dict(zip(norms, dweights.unbind(1), strict=True))
-        dx, dx_low = self._head(x, dscales)
-        for index in reversed(range(self._llama.layers)):
-            dx, dx_low = self._layer_backward(index, layers.pop(), dx, dx_low, dscales)
-        embed_backward(self._rows, dx, self._llama.gradients[EMBEDDING])
-        for start, gradients in self._norm_gradients:
-            part = dweights[:, start : start + gradients.shape[1]].contiguous()
-            norm.sum_partials(part, gradients, self._accumulate)
+        factors = self._new_factors()
+        layers, x = self._forward(factors)
+        dnormed, row_scale = self._head(x)  # where the most memory is held
+        self._backward(layers, x, factors, dnormed, row_scale)
+
+    def _new_factors(self) -> _Factors:
+        width = self._embedding.shape[2]
+        both = self._llama.weights["layers.0.mlp.gate_up_proj"].shape[1]
+        shape = (self._llama.layers, self._workers, self._tokens)
+        widths = (width, 3 * width, width, both, both // 2)
+        return _Factors(*(self._embedding.new_empty(*shape, size) for size in widths))
 
     # --- forward ----------------------------------------------------------------------------------
 
-    def _forward(self) -> tuple[list[_Layer], _Normed]:
+    def _forward(self, factors: _Factors) -> tuple[list[_Layer], _Normed]:
         weights, heads, length = self._llama.weights, self._llama.heads, self._length
         embedding = self._llama.embedding
         x = embedding.new_empty(self._workers, self._tokens, embedding.shape[2])
@@ -133,24 +156,25 @@ class LlamaStep:
         layers: list[_Layer] = []
         for index in range(self._llama.layers):
             name = f"layers.{index}"
-            before = self._norm(x, branch, f"{name}.input_layernorm")
-            qkv = linear(before.out, weights[f"{name}.self_attn.qkv_proj"])
+            qkv, gate_up = factors.qkv[index], factors.gate_up[index]
+            before = self._norm(x, branch, f"{name}.input_layernorm", factors.normed[index])
+            linear(before.out, weights[f"{name}.self_attn.qkv_proj"], qkv)
             rotate(qkv, self._llama.cos, self._llama.sin, heads, length)
             attended = attention.attend(qkv, heads, length)
             branch = linear(self._merged(attended), weights[f"{name}.self_attn.o_proj"])
-            middle = self._norm(before.x, branch, f"{name}.post_attention_layernorm")
-            gate_up = linear(middle.out, weights[f"{name}.mlp.gate_up_proj"])
-            activated = gate_up.new_empty(*gate_up.shape[:2], gate_up.shape[2] // 2)
-            swiglu(gate_up, activated)
-            branch = linear(activated, weights[f"{name}.mlp.down_proj"])
-            layers.append(_Layer(before, qkv, attended, middle, gate_up, activated))
+            after = f"{name}.post_attention_layernorm"
+            middle = self._norm(before.x, branch, after, factors.middle[index])
+            linear(middle.out, weights[f"{name}.mlp.gate_up_proj"], gate_up)
+            swiglu(gate_up, factors.activated[index])
+            branch = linear(factors.activated[index], weights[f"{name}.mlp.down_proj"])
+            layers.append(_Layer(before, attended, middle))
             x = middle.x
-        return layers, self._norm(x, branch, FINAL_NORM)
+        out = torch.empty_like(x, dtype=self._embedding.dtype)
+        return layers, self._norm(x, branch, FINAL_NORM, out)
 
-    def _norm(self, x: Tensor, branch: Tensor | None, name: str) -> _Normed:
+    def _norm(self, x: Tensor, branch: Tensor | None, name: str, out: Tensor) -> _Normed:
         """The norm of the residual stream after ``branch`` is added to it."""
         total = x if branch is None else torch.empty_like(x)
-        out = torch.empty_like(x, dtype=self._low)
         rstd = x.new_empty(x.shape[:2])
         weight = self._llama.weights[name]
         norm.residual_rms_norm(x, branch, weight, self._llama.norm_eps, total, out, rstd)
@@ -162,9 +186,9 @@ class LlamaStep:
 
     # --- head -----------------------------------------------------------------------------------
 
-    def _head(self, x: _Normed, dscales: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The loss, and the gradient of the residual stream before the last norm."""
-        embedding, tokens = self._llama.weights[EMBEDDING], self._tokens
+    def _head(self, x: _Normed) -> tuple[Tensor, Tensor]:
+        """The loss, and the gradient of the normalized ``x`` but for a factor of each row."""
+        embedding, tokens = self._embedding, self._tokens
         vocab = embedding.shape[1]
         exps = x.out.new_empty(self._workers, tokens, head.padded(vocab))
         sums = x.x.new_empty(self._workers, head.tiles(vocab), tokens)
@@ -174,79 +198,102 @@ class LlamaStep:
         head.finish(x.out, embedding, self._rows, exps, sums, inverse, scaled, tally)
         head.total(tally, *self._totals, self._accumulate)
         dlogits = exps[:, :, :vocab]  # but for each row's factor `inverse`
-        self._weight_gradient(EMBEDDING, dlogits, scaled)
-        dnormed = input_gradient(dlogits, embedding)
-        return self._norm_backward(FINAL_NORM, dnormed, x, None, dscales, row_scale=inverse)
+        weight_gradient(dlogits, scaled, self._llama.gradients[EMBEDDING], self._accumulate)
+        return input_gradient(dlogits, embedding), inverse
 
     # --- backward ---------------------------------------------------------------------------------
+
+    def _backward(
+        self,
+        layers: list[_Layer],
+        x: _Normed,
+        factors: _Factors,
+        dnormed: Tensor,
+        row_scale: Tensor,
+    ) -> None:
+        norms = self._llama.norms
+        dweights = x.x.new_empty(self._workers, len(norms), self._partials, x.x.shape[2])
+        dscales = dict(zip(norms, dweights.unbind(1), strict=True))
+        branches = _Branches(*self._embedding.new_empty(2, *factors.normed.shape))
+        dx, dx_low = torch.empty_like(x.x), branches.feed_forward[-1]
+        norm.rms_norm_backward(
+            *(dnormed, row_scale, x.x, self._llama.weights[FINAL_NORM], x.rstd),
+            *(None, dx, dx_low, dscales[FINAL_NORM]),
+        )
+        for index in reversed(range(self._llama.layers)):
+            self._layer_backward(index, layers[index], factors, branches, dx, dscales)
+        attended = [self._merged(layer.attended) for layer in layers]
+        self._weight_gradients(factors, branches, attended)
+        embed_backward(self._rows, dx, self._llama.gradients[EMBEDDING])
+        for start, gradients in self._norm_gradients:
+            part = dweights[:, start : start + gradients.shape[1]].contiguous()
+            norm.sum_partials(part, gradients, self._accumulate)
 
     def _layer_backward(
         self,
         index: int,
         layer: _Layer,
+        factors: _Factors,
+        branches: _Branches,
         dx: Tensor,
-        dx_low: Tensor | None,
         dscales: Mapping[str, Tensor],
-    ) -> tuple[Tensor, Tensor | None]:
-        """Gradients of a layer's parameters, and of the residual stream before it."""
+    ) -> None:
+        """Turns ``dx``, of the residual stream after a layer, into that of the stream before it."""
         name, heads, length = f"layers.{index}", self._llama.heads, self._length
-        assert dx_low is not None
-        dactivated = self._linear_backward(f"{name}.mlp.down_proj", dx_low, layer.activated)
-        dgate_up = layer.gate_up
-        swiglu_backward(dactivated, layer.gate_up, dgate_up)
-        middle = layer.before_feed_forward
-        dnormed = self._linear_backward(f"{name}.mlp.gate_up_proj", dgate_up, middle.out)
-        dx, dx_low = self._norm_backward(
-            f"{name}.post_attention_layernorm", dnormed, middle, dx, dscales
+        weights, llama = self._llama.weights, self._llama
+        dgate_up, dqkv = factors.gate_up[index], factors.qkv[index]
+        dattention, dfeed_forward = branches.attention[index], branches.feed_forward[index]
+        dactivated = input_gradient(dfeed_forward, weights[f"{name}.mlp.down_proj"])
+        swiglu_backward(dactivated, dgate_up, dgate_up)
+        dmiddle = input_gradient(dgate_up, weights[f"{name}.mlp.gate_up_proj"])
+        after = f"{name}.post_attention_layernorm"
+        self._norm_backward(after, dmiddle, layer.before_feed_forward, dx, dattention, dscales)
+        dattended = input_gradient(dattention, weights[f"{name}.self_attn.o_proj"])
+        dq, dk, dv = attention.attend_backward(dattended, dqkv, layer.attended, heads, length)
+        rotate_back(dq, dk, dv, llama.cos, llama.sin, dqkv)
+        dnormed = input_gradient(dqkv, weights[f"{name}.self_attn.qkv_proj"])
+        below = branches.feed_forward[index - 1] if index > 0 else None
+        self._norm_backward(
+            f"{name}.input_layernorm", dnormed, layer.before_attention, dx, below, dscales
         )
-        assert dx_low is not None
-        attended = self._merged(layer.attended)
-        dattended = self._linear_backward(f"{name}.self_attn.o_proj", dx_low, attended)
-        dq, dk, dv = attention.attend_backward(dattended, layer.qkv, layer.attended, heads, length)
-        dqkv = layer.qkv
-        rotate_back(dq, dk, dv, self._llama.cos, self._llama.sin, dqkv)
-        before = layer.before_attention
-        dnormed = self._linear_backward(f"{name}.self_attn.qkv_proj", dqkv, before.out)
-        return self._norm_backward(
-            f"{name}.input_layernorm", dnormed, before, dx, dscales, low=index > 0
-        )
-
-    def _linear_backward(self, name: str, dy: Tensor, x: Tensor) -> Tensor:
-        self._weight_gradient(name, dy, x)
-        return input_gradient(dy, self._llama.weights[name])
-
-    def _weight_gradient(self, name: str, dy: Tensor, x: Tensor) -> None:
-        weight_gradient(dy, x, self._llama.gradients[name], self._accumulate)
 
     def _norm_backward(
         self,
         name: str,
         dnormed: Tensor,
         forward: _Normed,
-        dresidual: Tensor | None,
+        dx: Tensor,
+        dx_low: Tensor | None,
         dscales: Mapping[str, Tensor],
-        *,
-        row_scale: Tensor | None = None,
-        low: bool = True,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Gradient of the residual stream, and with ``low`` also in the compute dtype."""
-        dx = torch.empty_like(forward.x) if dresidual is None else dresidual
-        dx_low = torch.empty_like(dnormed) if low else None
+    ) -> None:
+        """Adds the norm's gradient to ``dx``, with a copy in the compute dtype."""
         norm.rms_norm_backward(
-            *(dnormed, row_scale, forward.x, self._llama.weights[name], forward.rstd),
-            *(dresidual, dx, dx_low, dscales[name]),
+            *(dnormed, None, forward.x, self._llama.weights[name], forward.rstd),
+            *(dx, dx, dx_low, dscales[name]),
         )
-        return dx, dx_low
+
+    def _weight_gradients(
+        self, factors: _Factors, branches: _Branches, attended: list[Tensor]
+    ) -> None:
+        few = self._workers == 1 and self._tokens <= _FEW_TOKENS
+        products: tuple[tuple[str, Tensor, Tensor | list[Tensor]], ...] = (
+            ("mlp.down_proj", branches.feed_forward, factors.activated),
+            ("mlp.gate_up_proj", factors.gate_up, factors.middle),
+            ("self_attn.o_proj", branches.attention, torch.stack(attended) if few else attended),
+            ("self_attn.qkv_proj", factors.qkv, factors.normed),
+        )
+        for kind, dys, xs in products:
+            names = [f"layers.{index}.{kind}" for index in range(self._llama.layers)]
+            outs = [self._llama.gradients[name] for name in names]
+            weight_gradients(dys, xs, outs, self._accumulate)
 
 
 def _rows_of(tensors: list[Tensor]) -> list[tuple[int, Tensor]]:
     """Views ``[W, C]`` as few views ``[W, L, C]``, each with the number of the first one in it.
 
-    They lie one behind the other in an arena, unless an optimizer's groups are unusual.
+    It is one, unless an optimizer's groups are unusual.
     """
-    first, (workers, width) = tensors[0], tensors[0].shape
-    starts = [tensor.storage_offset() - first.storage_offset() for tensor in tensors]
-    if starts == [i * width for i in range(len(tensors))]:
-        size, stride = (workers, len(tensors), width), (first.stride(0), width, 1)
-        return [(0, first.as_strided(size, stride))]
+    together = at_even_distances(tensors)
+    if together is not None:
+        return [(0, together)]
     return [(i, tensor[:, None]) for i, tensor in enumerate(tensors)]
