@@ -1,29 +1,32 @@
-"""How many tokens a second does a backend train, inside ``Trainer.fit``?
+"""How many tokens a second does a backend train, inside ``Trainer.fit`` and in a bare loop?
 
-Usage: python benchmarks/fit_throughput.py RESULTS.json BACKEND[,BACKEND] [CASE ...]
-
-Backends are native and gh200. Without names, all cases on one GPU; a case on two GPUs is measured
-alone.
+    python benchmarks/fit_throughput.py RESULTS.json --cases 20m-sync-production 20m-sync-b4-c512
+    python benchmarks/fit_throughput.py RESULTS.json --backends gh200 --residency host device
 
 Complete updates: loading, transfer, clipping, AdamW, mixing, finite checks and logging are all on.
 Tokens are random. Each case warms up for 20 updates (compilation among them), then runs five
-windows of at least one second; the figure is the median window.
+windows of at least one second; the figure is the median window. On one GPU the same engine then
+makes as many updates again of its last batch, without the Trainer and its loader. A case on two
+GPUs is measured alone.
 """
 
+import argparse
 import json
 import platform
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import Strategy
 
 from tinyllm import TinyLLM, TokenDataModule
@@ -32,6 +35,7 @@ from tinyllm.data.prepare import prepare
 from tinyllm.logger import RunLogger
 from tinyllm.progress import RunProgressBar
 from tinyllm.strategies import DecentralizedStrategy, SyncStrategy
+from tinyllm.strategies.engine import GroupHyperparameters
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,48 @@ CASES = {
 }
 
 
-def measure(case: Case, backend: str, cache: Path, folder: Path) -> dict[str, Any]:
+class BareLoop(Callback):
+    """Once training has ended, times the engine alone, in stretches of a window's updates.
+
+    Args:
+        windows: Those of the training.
+    """
+
+    def __init__(self, windows: ThroughputWindows) -> None:
+        self._windows = windows
+        self._batch: torch.Tensor | None = None
+        self.seconds: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        self._batch = batch
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        if strategy.ranks.world_size > 1:
+            return
+        engine = strategy.engine
+        groups = [
+            GroupHyperparameters.of(group, engine.arena.weights.dtype)
+            for group in trainer.optimizers[0].param_groups
+        ]
+        for _ in self._windows.meter.windows:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(self._windows.meter.windows[0].updates):
+                engine.accumulate(self._batch)
+                engine.finish_gradients(False)
+                engine.update(groups, 1.0, strategy._combine())
+            torch.cuda.synchronize()
+            self.seconds.append(time.perf_counter() - start)
+
+
+def measure(case: Case, backend: str, residency: Any, cache: Path, folder: Path) -> dict[str, Any]:
     """Tokens per second of one case, with what it took."""
     seed_everything(0, verbose=False)
     windows = ThroughputWindows(folder, warmup_updates=20, windows=5, window_seconds=1.0, stop=True)
+    loop = BareLoop(windows)
     trainer = Trainer(
         accelerator="gpu",
         devices=case.devices,
@@ -74,19 +116,25 @@ def measure(case: Case, backend: str, cache: Path, folder: Path) -> dict[str, An
         gradient_clip_val=1.0,
         log_every_n_steps=50,  # Lightning's default
         logger=RunLogger(folder),
-        callbacks=[windows, MemoryMonitor(folder), RunProgressBar()],
+        callbacks=[windows, MemoryMonitor(folder), RunProgressBar(), loop],
         enable_checkpointing=False,
         enable_model_summary=False,
     )
     module: LightningModule = TinyLLM(preset=case.preset)
-    data = TokenDataModule(str(cache), context=case.context, batch_size=case.rows)
+    data = TokenDataModule(
+        str(cache), context=case.context, batch_size=case.rows, residency=residency
+    )
     trainer.fit(module, data)
     if not trainer.is_global_zero:
         sys.exit()  # a rank that Lightning's launcher has started
     timing = json.loads((folder / "timing.json").read_text())
     memory = json.loads((folder / "memory.json").read_text())
+    rate = timing["median_tokens_per_second"]
+    bare = [windows.meter.windows[0].tokens / seconds for seconds in loop.seconds]
     return {
-        "tokens_per_second": timing["median_tokens_per_second"],
+        "tokens_per_second": rate,
+        "bare_loop_tokens_per_second": median(bare) if bare else None,
+        "share_of_bare_loop": rate / median(bare) if bare else None,
         "windows_tokens_per_second": [w.tokens_per_second for w in windows.meter.windows],
         **{name: timing[name] for name in ("updates_per_window", "startup_seconds")},
         "peak_allocated_gib": memory["peak_allocated_bytes"] / 2**30,
@@ -96,11 +144,23 @@ def measure(case: Case, backend: str, cache: Path, folder: Path) -> dict[str, An
 
 def main() -> None:
     one_gpu = [name for name, case in CASES.items() if case.devices == 1]
-    if len(sys.argv) < 3 or not set(backends := sys.argv[2].split(",")) <= {"native", "gh200"}:
-        sys.exit(__doc__)
-    results_file, chosen = Path(sys.argv[1]), sys.argv[3:] or one_gpu
-    if len(chosen) * len(backends) > 1 and not set(chosen) <= set(one_gpu):
-        sys.exit("a case on several GPUs is measured alone: its other ranks run this script again")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=one_gpu, metavar="CASE")
+    parser.add_argument(
+        "--backends", nargs="+", choices=("native", "gh200"), default=["native", "gh200"]
+    )
+    parser.add_argument(
+        "--residency", nargs="+", choices=("auto", "host", "device"), default=["auto"]
+    )
+    options = parser.parse_args()
+    runs = list(product(options.cases, options.backends, options.residency))
+    if len(runs) > 1 and not set(options.cases) <= set(one_gpu):
+        parser.error(
+            "a case on several GPUs is measured alone, since its other ranks run this again"
+        )
     results: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -111,18 +171,23 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        np.random.default_rng(0).integers(0, 32_000, 40_000_000, dtype=np.uint16).tofile(
-            folder / "random.bin"
-        )
+        tokens = np.random.default_rng(0).integers(0, 32_000, 40_000_000, dtype=np.uint16)
+        tokens.tofile(folder / "random.bin")
         prepare(
             folder / "cache", "tokens", str(folder / "random.bin"), vocab_size=32_000, boundary_id=2
         )
-        for name, backend in product(chosen, backends):
-            place = folder / name / backend
-            result = measure(CASES[name], backend, folder / "cache", place)
-            results["cases"].setdefault(name, {})[backend] = result
-            print(f"\n{name} {backend}: {result['tokens_per_second'] / 1e6:.3f} M tokens/s")
-            results_file.write_text(json.dumps(results, indent=2))
+        for name, backend, residency in runs:
+            place = folder / name / backend / residency
+            result = measure(CASES[name], backend, residency, folder / "cache", place)
+            label = backend if residency == "auto" else f"{backend}, tokens on the {residency}"
+            results["cases"].setdefault(name, {})[label] = result
+            share = result["share_of_bare_loop"]
+            print(
+                f"\n{name} {label}: {result['tokens_per_second'] / 1e6:.3f} M tokens/s"
+                + (f", {share:.3f} of the bare loop" if share else "")
+                + f", {result['peak_reserved_gib']:.2f} GiB reserved"
+            )
+            options.results.write_text(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

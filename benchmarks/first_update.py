@@ -1,0 +1,106 @@
+"""How long does a training take from the start of its process to the end of its first update?
+
+    python benchmarks/first_update.py RESULTS.json --backends gh200 native
+
+Runs ``tinyllm fit`` with the 20m model, twice for each backend: with empty folders for compiled
+kernels (cold), and with what that run has left in them (warm). Imports are in the time.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+HERE = Path(__file__).resolve().parent
+
+
+class FirstUpdate(Callback):
+    """Writes when the first update was complete to a file, and ends training.
+
+    Args:
+        file: Takes the time, in seconds since the epoch.
+    """
+
+    def __init__(self, file: str) -> None:
+        self._file = Path(file)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        self._file.write_text(str(time.time()))
+        trainer.should_stop = True
+
+
+def measure(backend: str, cache: Path, folder: Path, kernels: Path) -> float:
+    """Seconds of one run."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+        "TRITON_CACHE_DIR": str(kernels / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(kernels / "inductor"),
+    }
+    file = folder / "first"
+    command = [
+        *(
+            sys.executable,
+            "-c",
+            "import sys; from tinyllm.cli import main; sys.exit(main())",
+            "fit",
+        ),
+        *("--model.preset", "20m", "--data.cache", str(cache)),
+        *("--trainer.strategy", "sync", "--trainer.strategy.backend", backend),
+        *("--trainer.accelerator", "gpu", "--trainer.devices", "1"),
+        *("--trainer.precision", "bf16-mixed"),
+        *("--trainer.max_steps", "1", "--trainer.default_root_dir", str(folder)),
+        *("--trainer.callbacks+", "first_update.FirstUpdate"),
+        *("--trainer.callbacks.file", str(file)),
+    ]
+    start = time.time()
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    return float(file.read_text()) - start
+
+
+def main() -> None:
+    import torch
+
+    from tinyllm.data.prepare import prepare
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path)
+    parser.add_argument(
+        "--backends", nargs="+", choices=("native", "gh200"), default=["gh200", "native"]
+    )
+    options = parser.parse_args()
+    results: dict[str, Any] = {"method": __doc__, "torch": torch.__version__, "seconds": {}}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokens = np.random.default_rng(0).integers(3, 32_000, 2_000_000, dtype=np.uint16)
+        tokens[1_000::1_001] = 2  # a boundary
+        tokens.tofile(folder / "random.bin")
+        prepare(
+            folder / "cache", "tokens", str(folder / "random.bin"), vocab_size=32_000, boundary_id=2
+        )
+        for backend in options.backends:
+            kernels = folder / f"kernels-{backend}"
+            for state in ("cold", "warm"):
+                place = folder / f"{backend}-{state}"
+                place.mkdir()
+                seconds = measure(backend, folder / "cache", place, kernels)
+                results["seconds"][f"{backend}, {state}"] = seconds
+                print(f"{backend} {state}: {seconds:.1f} s", flush=True)
+    results["gpu"] = torch.cuda.get_device_name()
+    options.results.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
