@@ -81,15 +81,17 @@ class CapturedCall:
         return graph
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Frees the memory of a failed capture, which torch keeps if CUDA itself broke it off."""
+        """Undoes a failed capture, which torch does not if CUDA itself broke it off."""
         try:
             graph.pool()
         except RuntimeError:  # it has not ended
             assert self._pool is not None
+            device = torch.cuda.current_device()
             for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
                 with suppress(RuntimeError):
-                    undo(torch.cuda.current_device(), self._pool)
+                    undo(device, self._pool)
             _ABANDONED.append(graph)
+            _end_capture_of_generator(device)
         graph.reset()
         torch.cuda.empty_cache()
 
@@ -98,6 +100,16 @@ class CapturedCall:
         if self._graph is not None:
             self._graph.reset()
             self._graph = None  # a graph that is reset still holds what random generators need
+
+
+def _end_capture_of_generator(device: int) -> None:
+    """Captures something else, without which random numbers stay what a capture alone may draw."""
+    something = torch.zeros(1, device=device)
+    with suppress(RuntimeError), torch.cuda.stream(_capture_stream(device)):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        something.zero_()
+        graph.capture_end()
 
 
 @cache
