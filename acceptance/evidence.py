@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tinyllm.acceptance.json_text import parse_json
 from tinyllm.acceptance.protocol import Protocol
 
 FORMAT = 1
@@ -386,7 +387,7 @@ def _copy_whole(
 
 def _read_frozen(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        content = parse_json(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except FileNotFoundError:
         raise EvidenceError(f"{path} is absent; freeze it first") from None
     except (OSError, RecursionError, ValueError) as error:

@@ -24,6 +24,8 @@ from functools import cached_property
 from itertools import product
 from pathlib import Path
 
+from tinyllm.acceptance.json_text import parse_json
+
 SIDES = ("native", "candidate")
 """What is compared: the backend that is trusted and the one that would replace it."""
 
@@ -270,7 +272,7 @@ class Protocol:
             ValueError: If the text is something else, or calls itself version 1 or 2 and differs.
         """
         try:
-            content = json.loads(text)
+            content = parse_json(text)
             known = {field.name for field in fields(cls)}
             if unknown := sorted(set(content) - known):
                 raise ValueError(f"unknown fields {unknown}")

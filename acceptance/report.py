@@ -47,6 +47,7 @@ from tinyllm.acceptance.evidence import (
 )
 from tinyllm.acceptance.figure import qualification_figure
 from tinyllm.acceptance.gates import Verdict
+from tinyllm.acceptance.json_text import parse_json
 from tinyllm.acceptance.page import qualification_page
 from tinyllm.acceptance.protocol import Protocol
 from tinyllm.acceptance.retained import verify_retained
@@ -211,7 +212,7 @@ def _receipts(evidence: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
     for path in sorted(evidence.glob("receipts/*.json")):
         hashes[path.stem] = hash_file(path)
         try:
-            noted = json.loads(path.read_text(encoding="utf-8")).get("environment")
+            noted = parse_json(path.read_text(encoding="utf-8")).get("environment")
         except (AttributeError, ValueError) as error:
             raise EvidenceError(f"{path} is no receipt: {error}") from error
         if noted:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm.acceptance.evidence import EvidenceError, keep_failed
+from tinyllm.acceptance.json_text import parse_json
 from tinyllm.acceptance.locks import claimed
 
 LOCKS = "locks"
@@ -148,7 +149,7 @@ def read_result(root: Path, name: str) -> dict[str, Any] | None:
     """
     path = root / "results" / name / "result.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, RecursionError, ValueError) as error:

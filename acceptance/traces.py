@@ -20,7 +20,6 @@ a worker together, and for the diagnostics over each parameter. It is 0 where bo
 that a worker without any gradient or weight compares as NaN: there is nothing to tell apart.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +28,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+
+from tinyllm.acceptance.json_text import parse_json
 
 FORMAT = 1
 QUANTITIES = ("gradients", "parameters", "updates", "exp_avg", "exp_avg_sq")
@@ -71,7 +72,7 @@ def read_trace(folder: Path) -> list[TracedUpdate]:
         TraceError: If there is no trace, it is of another format, or it is incomplete.
     """
     try:
-        content = json.loads((folder / "trace.json").read_text(encoding="utf-8"))
+        content = parse_json((folder / "trace.json").read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise TraceError(f"{folder}: format {content['format']!r}; this reads {FORMAT}")
         updates = [
