@@ -22,7 +22,8 @@ from mkdocs.structure.files import File, Files
 
 _NAME = re.compile(r"(?P<what>.+)_(?P<hardware>[^_]+)_(?P<date>\d{4}-\d{2}-\d{2})")
 _RATE = "tokens_per_second"
-_LONG_TABLE_ROWS = 25  # longer ones are folded
+_RATIO = "ratio_to_native"
+_LONG_TABLE_ROWS = 30  # longer ones are folded
 _FEW_KINDS = 6
 _TO = "\N{NO-BREAK SPACE}\N{EN DASH}\N{NO-BREAK SPACE}"
 _COLORS = {"native": "#6e7781", "gh200": "#1f6feb"}
@@ -153,7 +154,7 @@ def _scaled(name: str, value: float) -> str:
         return f"{value / 1e6:.3f}"
     if name.endswith("_bytes"):
         return f"{value / 2**30:.2f}"
-    if name == "ratio" or name.endswith(("_gib", "_ms")):
+    if name.startswith("ratio") or name.endswith(("_gib", "_ms")):
         return f"{value:.2f}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
@@ -172,7 +173,6 @@ def _heading(name: str) -> str:
     units = {
         f"windows_{_RATE}": "windows, M tokens/s",
         _RATE: "M tokens/s",
-        "ratio": "ratio to native",
     }
     for ending, unit in (("_bytes", "GiB"), ("_gib", "GiB"), ("_seconds", "s"), ("_ms", "ms")):
         if name.endswith(ending):
@@ -190,7 +190,7 @@ def _with_ratios(rows: list[Row]) -> list[Row]:
     for row in rows:
         base, rate = native.get(row.labels[:-1], {}).get(_RATE), row.values.get(_RATE)
         compared = base and rate and row.labels[-1] != "native"
-        ratio = {"ratio": rate / base} if compared else {}
+        ratio = {_RATIO: rate / base} if compared else {}
         done.append(Row(row.labels, row.values | ratio))
     return done
 
@@ -199,9 +199,9 @@ def _table(rows: list[Row]) -> str:
     """The rows in Markdown: labels, then values, in the order in which they first appear."""
     depth = max(len(row.labels) for row in rows)
     names = list(dict.fromkeys(name for row in rows for name in row.values))
-    if "ratio" in names:
-        names.remove("ratio")
-        names.insert(names.index(_RATE) + 1, "ratio")
+    if _RATIO in names:
+        names.remove(_RATIO)
+        names.insert(names.index(_RATE) + 1, _RATIO)
     labels = (["case", "backend"] if _RATE in names else []) + [""] * depth
     lines = [
         [*labels[:depth], *map(_heading, names)],
@@ -276,7 +276,7 @@ def _chart(rows: list[Row]) -> str | None:
     axes.tick_params(colors=_INK, labelsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    if backends:
+    if len(backends) > 1:
         handles = [mpl.patches.Patch(color=_COLORS.get(b, "#1f6feb"), label=b) for b in backends]
         axes.legend(handles=handles, fontsize=9, frameon=False, loc="lower right")
     figure.tight_layout()

@@ -84,7 +84,7 @@ def test_a_file_of_another_name_is_refused(benchmarks: Path) -> None:
 def test_a_folder_of_tables_and_figures_is_a_report(benchmarks: Path) -> None:
     folder = benchmarks / "roofline_h200_2026-01-01"
     folder.mkdir()
-    parts = [{"name": f"part {i}", "count": i, "total_seconds": 0.0012} for i in range(30)]
+    parts = [{"name": f"part {i}", "count": i, "total_seconds": 0.0012} for i in range(31)]
     content = {"gpu": "H200", "update_seconds": 0.04, "method": METHOD, "parts": parts}
     (folder / "roofline.json").write_text(json.dumps(content))
     (folder / "roofline.csv").write_text("name,count\n")
@@ -93,7 +93,7 @@ def test_a_folder_of_tables_and_figures_is_a_report(benchmarks: Path) -> None:
     section = found["index.md"].partition("## roofline")[2]
     assert section.startswith(", H200, 2026-01-01\n\ngpu H200, update seconds 0.04\n")
     assert "![roofline](roofline_h200_2026-01-01-roofline.svg)" in section
-    assert '??? note "All 30 rows"' in section
+    assert '??? note "All 31 rows"' in section
     assert "    | part 7 | 7 | 0.0012 |\n" in section
     assert "[CSV](roofline_h200_2026-01-01-roofline.csv)" in section
     assert found["roofline_h200_2026-01-01-roofline.csv"] == "name,count\n"
