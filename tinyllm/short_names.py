@@ -41,14 +41,15 @@ def class_of(name: object) -> tuple[str, dict[str, Any]] | None:
 
 
 def written_out(args: Sequence[str]) -> list[str]:
-    """Adds the class and its options after a short name whose options are given later.
+    """Adds the class and its options after a short name for which further options are given.
 
-    The parser takes options of a class only, and a name by itself is left as it is.
+    The parser takes options of a class only, and a name by itself is left as it is. Where options
+    stand before their strategy on the command line it is put in front of them: they would be lost.
 
     Args:
         args: One of the Trainer's commands' arguments, configuration files first.
     """
-    steps = list(_steps(args))
+    steps = _strategy_first(list(_steps(args)))
     result: list[str] = []
     for index, (arguments, strategy) in enumerate(steps):
         result += arguments
@@ -59,6 +60,15 @@ def written_out(args: Sequence[str]) -> list[str]:
             for option, value in options.items():
                 result += [f"{_FLAG}.{option}", str(value)]
     return result
+
+
+def _strategy_first(steps: list[tuple[list[str], object]]) -> list[tuple[list[str], object]]:
+    """Moves the one strategy that the command line gives to before the first of its options."""
+    flags = [arguments[0].partition("=")[0] for arguments, _ in steps]
+    options = [index for index, flag in enumerate(flags) if flag.startswith(f"{_FLAG}.")]
+    if flags.count(_FLAG) == 1 and options and options[0] < (place := flags.index(_FLAG)):
+        steps.insert(options[0], steps.pop(place))
+    return steps
 
 
 def _steps(args: Sequence[str]) -> Iterator[tuple[list[str], object]]:

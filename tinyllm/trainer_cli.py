@@ -212,7 +212,12 @@ class TinyLLMCLI(LightningCLI):
         if self._command == "predict":
             callbacks.append(TokenLossWriter())
         kwargs["callbacks"] = callbacks
-        trainer: Trainer = super().instantiate_trainer(**kwargs)
+        try:
+            trainer: Trainer = super().instantiate_trainer(**kwargs)
+        except TypeError as error:
+            if "devices" not in str(error):
+                raise
+            raise ValueError(f"trainer.devices is {given['devices']!r}: {error}") from error
         known: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         known.sort(key=lambda callback: not isinstance(callback, RunFolder))
         return trainer

@@ -285,6 +285,7 @@ def test_pitfall_8_the_commands_around_training(command: Any, args: list[str], s
         ),
         (["--trainer.precision", "bf16-true"], "precision 'bf16-true' is not supported"),
         (["--trainer.gradient_clip_algorithm", "value"], "use gradient_clip_algorithm='norm'"),
+        (["--trainer.devices=-1"], "trainer.devices is '-1': "),
         (["--ckpt_path", "nowhere.ckpt"], "there is no checkpoint at nowhere.ckpt"),
     ],
 )

@@ -64,7 +64,6 @@ def test_the_class_follows_a_name_whose_options_come_later(
     "args",
     [
         ["--trainer.strategy", "packed4_atc", "--trainer.max_steps", "3"],
-        ["--trainer.strategy.topology", "ring", "--trainer.strategy", "packed4_atc"],
         ["--trainer.strategy", "packed4_acw", "--trainer.strategy.topology", "ring"],
         ["--config", "named.yaml", "--config", "class.yaml", "--trainer.strategy.workers", "2"],
         ["--config", "nowhere.yaml", "--trainer.strategy.topology", "ring"],
@@ -111,3 +110,18 @@ def test_a_misspelt_short_name_with_options_names_the_nearest(command: Any, tiny
     done = command("fit", "--config", tiny, *args)
     assert done.code == 2
     assert "did you mean 'packed4_awc'?" in done.err
+
+
+@pytest.mark.parametrize(
+    "name", [["--trainer.strategy", "packed4_atc"], ["--trainer.strategy=sync"]]
+)
+def test_options_before_their_strategy_are_not_lost(name: list[str]) -> None:
+    options = ["--trainer.strategy.micro_batch_size", "4", "--x", "1"]
+    found = written_out(["--seed_everything", "3", *options, *name])
+    assert found == ["--seed_everything", "3", *written_out([*name, *options])]
+
+
+def test_of_two_strategies_each_keeps_its_place() -> None:
+    args = ["--trainer.strategy.topology", "ring", "--trainer.strategy", "sync"]
+    args += ["--trainer.strategy", "auto"]
+    assert written_out(args) == args
