@@ -1,9 +1,6 @@
 """The optimizer's update against torch.optim.AdamW, one per worker, and dense mixing in float64."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, get_args
 
 import pytest
 import torch
@@ -29,190 +26,21 @@ from .checks import (
     poisoned,
     replicas,
 )
-
-MIXINGS: tuple[Mixing, ...] = get_args(Mixing)
-EPS = 1e-8
-DECAYS = (0.1, 0.0)
-TARGETS = 7
-GROUPS = ((0, 64 * 17), (64 * 17, 64 * 21))
-"""Neither range is a multiple of any block, and each has more than one at eight workers."""
+from .updates import (
+    MIXINGS,
+    TARGETS,
+    Independent,
+    Update,
+    adamw_results,
+    learning_rate,
+    mid_training,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"
 )  # NumPy's, of NaN
 
 either = pytest.mark.parametrize("run", ["reference", pytest.param("launch", marks=interpreted)])
-
-
-def matrix_of(workers: int) -> Tensor:
-    """Doubly stochastic, dense and without symmetry, in float64."""
-    turns = [torch.eye(workers, dtype=torch.float64).roll(turn, 1) for turn in range(workers)]
-    weights = torch.linspace(1, 2, workers, dtype=torch.float64)
-    return sum((w * turn for w, turn in zip(weights, turns, strict=True)), 0 * turns[0]) / (
-        weights.sum()
-    )
-
-
-def learning_rate(update: int) -> float:
-    """Warm-up over ten updates, then some decay; update 0 is the first."""
-    return 0.008 * min((update + 1) / 10, 1 / (1 + 0.01 * update))
-
-
-@dataclass
-class Update:
-    """The tensors of an update, as an engine holds them."""
-
-    weights: Tensor
-    gradients: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    shadow: Tensor | None
-    partials: Tensor
-    nll: Tensor
-    targets: Tensor
-    clip_norm: Tensor
-    failed: Tensor
-    failed_workers: Tensor
-    loss: Tensor
-    norm: Tensor
-    scale: Tensor
-    step: Tensor
-    hyperparameters: Tensor
-    matrix: Tensor
-    blocks: Tensor
-    spread: Tensor | None
-    betas: tuple[float, float] = (0.95, 0.99)
-
-    @classmethod
-    def of(
-        cls,
-        workers: int,
-        *,
-        groups: Sequence[tuple[int, int]] = GROUPS,
-        clip_norm: float = torch.inf,
-        dtype: torch.dtype = torch.float32,
-        low: torch.dtype | None = None,
-        flags: torch.dtype = torch.int32,
-        device: str = "cpu",
-    ) -> "Update":
-        row = groups[-1][1]
-        blocks = torch.tensor(column_blocks(groups, workers), device=device)
-
-        def poison(*shape: int) -> Tensor:
-            return poisoned(*shape, dtype=dtype, device=device)
-
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return normal(*shape, dtype=dtype, device=device).zero_()
-
-        return cls(
-            weights=normal(workers, row, dtype=dtype, device=device).mul_(0.02),
-            gradients=normal(workers, row, dtype=dtype, device=device),
-            exp_avg=zeros(workers, row, dtype=dtype),
-            exp_avg_sq=zeros(workers, row, dtype=dtype),
-            shadow=poisoned(workers, row, dtype=low, device=device) if low else None,
-            partials=poison(workers, 5),
-            nll=torch.arange(1.0, workers + 1, dtype=dtype, device=device),
-            targets=torch.full((workers,), TARGETS, device=device),
-            clip_norm=torch.tensor(clip_norm, dtype=dtype, device=device),
-            failed=torch.zeros((), dtype=flags, device=device),
-            failed_workers=torch.zeros(workers, dtype=flags, device=device),
-            loss=poison(workers),
-            norm=poison(workers),
-            scale=poison(workers),
-            step=torch.zeros((), dtype=torch.int64, device=device),
-            hyperparameters=poison(len(groups), 6),
-            matrix=matrix_of(workers).to(device, dtype),
-            blocks=blocks,
-            spread=poison(len(blocks), workers + 1) if workers > 1 else None,
-        )
-
-    def set_rates(self, update: int) -> None:
-        rows = [
-            hyperparameter_row(learning_rate(update), self.betas, EPS, decay, update + 1)
-            for decay in DECAYS[: len(self.hyperparameters)]
-        ]
-        self.hyperparameters.copy_(torch.tensor(rows, dtype=torch.float64))
-
-    def set_gradients(self, means: Tensor) -> None:
-        """``means``: the gradients of each worker's mean loss ``[W, D]``."""
-        self.gradients.copy_(means * TARGETS)
-
-    def prepare_arguments(self) -> list[Any]:
-        return [
-            *(self.partials, self.nll, self.targets, self.clip_norm, self.failed),
-            *(self.failed_workers, self.loss, self.norm, self.scale),
-        ]
-
-    def adamw_arguments(self, mixing: Mixing) -> list[Any]:
-        return [
-            *(self.weights, self.gradients, self.exp_avg, self.exp_avg_sq, self.shadow),
-            *(self.scale, self.failed, self.step, self.hyperparameters, self.matrix),
-            *(self.blocks, self.spread, mixing),
-        ]
-
-    def apply(self, mixing: Mixing, run: str = "__call__") -> None:
-        getattr(gradient_squares, run)(self.gradients, self.partials)
-        getattr(prepare, run)(*self.prepare_arguments())
-        getattr(adamw, run)(*self.adamw_arguments(mixing))
-
-    def written(self) -> dict[str, Tensor]:
-        """What a failed update must leave alone."""
-        names = ["weights", "exp_avg", "exp_avg_sq", "shadow", "step", "spread"]
-        return {n: t.clone() for n in names if (t := getattr(self, n)) is not None}
-
-
-class Independent:
-    """One torch.optim.AdamW per worker, clipped with torch's function, mixed with a product."""
-
-    def __init__(
-        self, weights: Tensor, clip_norm: float, betas: tuple[float, float], **options: Any
-    ) -> None:
-        self.clip_norm = clip_norm
-        self.parameters = [
-            [row[start:stop].clone() for start, stop in GROUPS] for row in weights.unbind()
-        ]
-        self.optimizers = [
-            torch.optim.AdamW(
-                [{"params": [p], "weight_decay": d} for p, d in zip(own, DECAYS, strict=True)],
-                betas=betas,
-                eps=EPS,
-                **options,
-            )
-            for own in self.parameters
-        ]
-
-    def rows(self) -> Tensor:
-        return torch.stack([torch.cat(own) for own in self.parameters])
-
-    def moments(self, name: str) -> Tensor:
-        return torch.stack(
-            [
-                torch.cat([optimizer.state[p][name] for p in own])
-                for own, optimizer in zip(self.parameters, self.optimizers, strict=True)
-            ]
-        )
-
-    def mix(self, matrix: Tensor) -> None:
-        mixed = matrix @ self.rows()
-        for own, row in zip(self.parameters, mixed, strict=True):
-            for parameter, (start, stop) in zip(own, GROUPS, strict=True):
-                parameter.copy_(row[start:stop])
-
-    def update(self, means: Tensor, lr: float, matrix: Tensor, mixing: Mixing) -> Tensor:
-        """Returns the norms ``[W]`` before clipping."""
-        norms = []
-        if mixing == "awc":
-            self.mix(matrix)
-        for own, optimizer, row in zip(self.parameters, self.optimizers, means, strict=True):
-            for parameter, (start, stop) in zip(own, GROUPS, strict=True):
-                parameter.grad = row[start:stop].clone().to(parameter.dtype)
-            norms.append(torch.nn.utils.clip_grad_norm_(own, self.clip_norm))
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-        if mixing == "atc":
-            self.mix(matrix)
-        return torch.stack(norms)
 
 
 def same(actual: Tensor, expected: Tensor) -> None:
@@ -247,23 +75,6 @@ def test_reference_is_torchs_adamw_with_dense_mixing(
         distance, average_norm = spread_norms(update.spread)
         same(distance, (update.weights - mean).norm(dim=1))
         same(average_norm, mean.norm()[None])
-
-
-def adamw_results(*arguments: Any) -> dict[str, Tensor]:
-    names = {
-        **{"weights": arguments[0], "exp_avg": arguments[2], "exp_avg_sq": arguments[3]},
-        **{"shadow": arguments[4], "step": arguments[7], "spread": arguments[11]},
-    }
-    return {name: tensor.double() for name, tensor in names.items() if tensor is not None}
-
-
-def mid_training(update: Update) -> Update:
-    """As after 100 updates, with clipping factors that differ."""
-    update.exp_avg.normal_().mul_(1e-3)
-    update.exp_avg_sq.uniform_().mul_(1e-5)
-    update.scale.copy_(torch.linspace(1e-3, 3e-3, len(update.scale)))
-    update.set_rates(99)
-    return update
 
 
 @interpreted
@@ -473,122 +284,3 @@ def test_hyperparameters_keep_their_digits_in_fp32(step: int) -> None:
     torch.testing.assert_close(
         torch.tensor(row), torch.tensor([float(value) for value in expected]), rtol=1.2e-7, atol=0
     )
-
-
-# --- on a GPU ---------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("workers", "mixing"),
-    [(1, "none"), *((workers, mixing) for workers in (3, 4, 8) for mixing in MIXINGS), (16, "awc")],
-)
-def test_kernels_when_compiled(workers: int, mixing: Mixing) -> None:
-    groups = [(0, 64 * 1_001), (64 * 1_001, 64 * 1_010)]
-    update = Update.of(workers, groups=groups, low=torch.bfloat16, device="cuda")
-    update.partials = poisoned(workers, 33, device="cuda")
-    assert_accurate(
-        gradient_squares,
-        [update.gradients, update.partials],
-        lambda *a: {"partials": a[1]},
-        terms=64 * 31,
-    )
-    update.partials.uniform_()
-    assert_accurate(
-        prepare,
-        update.prepare_arguments(),
-        lambda *a: {"loss": a[6], "norm": a[7], "scale": a[8]},
-        terms=33,
-    )
-    mid_training(update)
-    arguments = update.adamw_arguments(mixing)
-    assert_accurate(adamw, arguments, adamw_results, terms=block_columns(workers))
-    again = replicas(arguments)
-    adamw(*arguments)
-    adamw(*again)
-    for first, second in zip(arguments, again, strict=True):
-        assert not isinstance(first, Tensor) or torch.equal(first, second)
-    assert update.shadow is not None
-    assert torch.equal(update.shadow, update.weights.bfloat16())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("betas", [(0.9, 0.98), (0.98, 0.999999)])
-@pytest.mark.parametrize("mixing", MIXINGS)
-@pytest.mark.parametrize("workers", [1, 4])
-def test_twenty_updates_of_a_graph_are_adamws(
-    workers: int, mixing: Mixing, betas: tuple[float, float]
-) -> None:
-    """The protocol's rtol 1e-6 and atol 1e-8 against float64; and as near as torch's fused kernel.
-
-    Gradients have the size that they have in training: moments of mixed signs cancel, so with
-    larger ones fp32 itself would pass atol.
-    """
-    update = Update.of(workers, low=torch.bfloat16, device="cuda")
-    update.betas = betas
-    update.matrix.copy_(matrix_of(workers).float())
-    exact = update.matrix.double()
-    oracle = Independent(update.weights.double(), torch.inf, betas)
-    fused = Independent(update.weights, torch.inf, betas, fused=True)
-    before = replicas([*vars(update).values()])
-    update.set_rates(0)
-    update.apply(mixing)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        update.apply(mixing)
-    for tensor, old in zip(vars(update).values(), before, strict=True):
-        if isinstance(tensor, Tensor):
-            tensor.copy_(old)
-    for number in range(20):
-        means = torch.randn_like(update.weights) * 3e-3
-        update.set_rates(number)
-        update.set_gradients(means)
-        means = update.gradients.double() / TARGETS
-        graph.replay()
-        oracle.update(means, learning_rate(number), exact, mixing)
-        fused.update(means, learning_rate(number), exact.float(), mixing)
-    assert update.step == 20
-    expected = oracle.rows()
-    torch.testing.assert_close(update.weights.double(), expected, rtol=1e-6, atol=1e-8)
-    for name in ("exp_avg", "exp_avg_sq"):
-        torch.testing.assert_close(
-            getattr(update, name).double(), oracle.moments(name), rtol=1e-6, atol=1e-8
-        )
-    error, fused_error = ((rows - expected).abs().max() for rows in (update.weights, fused.rows()))
-    assert error <= fused_error + 1e-8
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("what", ["gradient", "nll"])
-def test_failures_when_compiled(what: str) -> None:
-    update = mid_training(Update.of(8, low=torch.bfloat16, flags=torch.bool, device="cuda"))
-    update.apply("atc")
-    before = update.written()
-    (update.gradients[6] if what == "gradient" else update.nll[6:7])[-1] = torch.nan
-    update.apply("atc")
-    assert update.failed
-    assert update.failed_workers.nonzero().flatten().tolist() == [6]
-    for name, tensor in update.written().items():
-        assert torch.equal(tensor, before[name]), name
-
-
-@pytest.mark.gpu
-def test_more_elements_than_int32_counts() -> None:
-    """Eight rows of 2^28 and some columns, of which the last few are looked at."""
-    workers, row, own = 8, 2**28 + 64 * 13, 64 * 13
-    small = mid_training(Update.of(workers, groups=[(0, own)], device="cuda"))
-    large = [torch.empty(workers, row, device="cuda") for _ in range(4)]
-    large[1].zero_()
-    rows: list[Tensor] = small.adamw_arguments("atc")[:4]
-    for arena, few in zip(large, rows, strict=True):
-        arena[:, -own:] = few
-    partials = poisoned(workers, 1_000, device="cuda")
-    gradient_squares(large[1], partials)
-    torch.testing.assert_close(partials.sum(1), small.gradients.square().sum(1))
-    blocks = small.blocks + torch.tensor([row - own, row - own, 0], device="cuda")
-    arguments = replicas(small.adamw_arguments("atc"))
-    arguments[:4], arguments[10] = large, blocks
-    adamw(*arguments)
-    adamw(*small.adamw_arguments("atc"))
-    for arena, few in zip(large, rows, strict=True):
-        assert torch.equal(arena[:, -own:], few)
