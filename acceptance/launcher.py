@@ -26,6 +26,7 @@ class Launchers:
     """A launcher for each source; as a context manager they end with the block."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._of: dict[Path, Launcher] = {}
 
     def __enter__(self) -> "Launchers":
@@ -41,10 +42,17 @@ class Launchers:
             launcher.close()
 
     def of(self, source: Path) -> "Launcher":
-        """The one of a folder that holds the package; it ends with the thread that asks first."""
-        if source not in self._of:
-            self._of[source] = Launcher(source)
-        return self._of[source]
+        """The one of a folder that holds the package; it ends with the thread that asks first.
+
+        One that was killed is replaced.
+        """
+        with self._lock:
+            known = self._of.get(source)
+            if known is None or known.has_ended:
+                if known is not None:
+                    known.close()
+                self._of[source] = Launcher(source)
+            return self._of[source]
 
 
 class Launcher:
@@ -69,17 +77,32 @@ class Launcher:
     def close(self) -> None:
         """Ends it, and what it has started."""
         assert self._server.stdin is not None
-        self._server.stdin.close()
+        with suppress(BrokenPipeError):  # what could not be sent to one that was killed
+            self._server.stdin.close()
         self._server.wait()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone, and can start nothing any more."""
+        return self._server.poll() is not None
+
     def start(self, folder: Path, arguments: Sequence[str], log: str) -> "Training":
-        """Starts ``tinyllm`` with arguments in a folder, where its output goes to a log."""
+        """Starts ``tinyllm`` with arguments in a folder, where its output goes to a log.
+
+        Raises:
+            BrokenPipeError: If the process that starts them has been killed.
+        """
         training = Training(folder, self._server)
         request = {"folder": str(folder.resolve()), "arguments": list(arguments), "log": log}
         assert self._server.stdin is not None
-        with self._lock:
-            self._server.stdin.write(json.dumps(request) + "\n")
-            self._server.stdin.flush()
+        try:
+            with self._lock:
+                self._server.stdin.write(json.dumps(request) + "\n")
+                self._server.stdin.flush()
+        except BrokenPipeError as error:
+            raise BrokenPipeError(
+                "the process that starts trainings was killed; the next attempt starts another"
+            ) from error
         return training
 
 
@@ -87,10 +110,10 @@ class Training:
     """A process that is no child of this one, with what is needed of ``subprocess.Popen``."""
 
     def __init__(self, folder: Path, server: "subprocess.Popen[str]") -> None:
-        self._pid, self._code, self._server = folder / ".pid", folder / ".code", server
+        self._server = server
+        self._pid, self._keeper, self._code = (folder / f".{n}" for n in ("pid", "keeper", "code"))
         self.returncode: int | None = None
-        for left in (self._pid, self._code):
-            left.unlink(missing_ok=True)
+        self._tidy()
 
     def poll(self) -> int | None:
         """Its exit code, negative after a signal; None while it runs."""
@@ -101,8 +124,7 @@ class Training:
             elif gone:
                 self.returncode = -signal.SIGKILL
             if self.returncode is not None:
-                for left in (self._pid, self._code):
-                    left.unlink(missing_ok=True)
+                self._tidy()
         return self.returncode
 
     def wait(self, timeout_seconds: float | None = None) -> int:
@@ -124,17 +146,17 @@ class Training:
             time.sleep(_LOOK_SECONDS)
         if self.poll() is None:
             with suppress(ProcessLookupError):  # it has ended just now
-                os.kill(self._numbers()[0], number)
+                os.kill(int(self._pid.read_text()), number)
 
-    def _numbers(self) -> list[int]:
-        """The training's process, and the one that waits for it and writes down its end."""
-        return [int(number) for number in self._pid.read_text().split()]
+    def _tidy(self) -> None:
+        for left in (self._pid, self._keeper, self._code):
+            left.unlink(missing_ok=True)
 
     def _is_gone(self) -> bool:
         """Whether nobody is left who could write down how it ended."""
         server_is_gone = self._server.poll() is not None
         try:
-            os.kill(self._numbers()[1], 0)
+            os.kill(int(self._keeper.read_text()), 0)
         except FileNotFoundError:  # it has not started yet
             return server_is_gone
         except ProcessLookupError:

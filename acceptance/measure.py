@@ -113,18 +113,24 @@ class Bench:
                 self.train(side, config, folder / side)
             return
         with ExitStack() as ending:
-            with self.turns.untimed():
-                runs = [
-                    ending.enter_context(self.start(side, config, folder / side)) for side in sides
-                ]
-                for run in runs:
-                    run.wait_until_ready()
-            with self.turns.timed():
-                for run in runs:
-                    run.go()
-            with self.turns.untimed():
-                for run in runs:
-                    run.wait()
+            try:
+                with self.turns.untimed():
+                    runs = [
+                        ending.enter_context(self.start(side, config, folder / side))
+                        for side in sides
+                    ]
+                    for run in runs:
+                        run.wait_until_ready()
+                with self.turns.timed():
+                    for run in runs:
+                        run.go()
+                with self.turns.untimed():
+                    for run in runs:
+                        run.wait()
+            except BaseException:
+                with self.turns.untimed():  # the other side may take seconds to end
+                    ending.close()
+                raise
 
 
 def windows(bench: Bench, side: str, workload: Workload, folder: Path) -> dict[str, Any]:

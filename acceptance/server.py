@@ -1,9 +1,9 @@
 """Forks trainings from a process that has imported what they need; ``launcher`` runs this script.
 
 Takes a line of JSON for each training from standard input: its folder, its log, and the arguments
-of ``tinyllm``. In the folder ``.pid`` appears when it runs, with its number and that of the process
-that waits for it, and ``.code`` when it has ended. Nothing of this project is imported but what
-PYTHONPATH leads to.
+of ``tinyllm``. In the folder there are ``.keeper``, the number of the process that waits for it,
+``.pid``, its own when it runs, and ``.code`` when it has ended. Nothing of this project is imported
+but what PYTHONPATH leads to.
 """
 
 import ctypes
@@ -12,11 +12,13 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _NOT_INITIALIZED = 3  # of the CUDA driver
+_CANNOT_FORK = 71  # as of sysexits.h
 _PACKAGE = "tinyllm"
 _IMPORTED = ("strategies.registry", "trainer_cli")
 _LIBC = ctypes.CDLL(None)
@@ -47,23 +49,36 @@ def cuda_is_touched() -> bool:
 def next_training() -> dict[str, Any]:
     """Waits for requests, and returns in a new process with its own."""
     for line in sys.stdin:
-        if os.fork() == 0:
+        request = json.loads(line)
+        keeper = os.fork()
+        if keeper == 0:
             die_with_parent()
-            return keep_code(json.loads(line))
+            return keep_code(request)
+        with suppress(OSError):  # of the folder, which is another's matter
+            note(request, "keeper", keeper)
     raise SystemExit
+
+
+def note(request: dict[str, Any], name: str, number: int) -> None:
+    """Writes a number to a hidden file in a training's folder, whole or not at all."""
+    folder = Path(request["folder"])
+    (folder / f".{name}-partial").write_text(str(number))
+    (folder / f".{name}-partial").rename(folder / f".{name}")
 
 
 def keep_code(request: dict[str, Any]) -> dict[str, Any]:
     """Returns in a child; this process waits for its end and writes down how it was."""
-    folder = Path(request["folder"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    training = os.fork()
+    try:
+        training = os.fork()
+    except OSError:  # there are too many processes
+        note(request, "code", _CANNOT_FORK)
+        os._exit(1)
     if training == 0:
         die_with_parent()
         return request
     _, status = os.waitpid(training, 0)
-    (folder / ".partial").write_text(str(os.waitstatus_to_exitcode(status)))
-    (folder / ".partial").rename(folder / ".code")
+    note(request, "code", os.waitstatus_to_exitcode(status))
     os._exit(0)
 
 
@@ -82,8 +97,7 @@ def become(request: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.argv = [_PACKAGE, *request["arguments"]]
-    Path(".starting").write_text(f"{os.getpid()} {os.getppid()}")
-    Path(".starting").rename(".pid")
+    note(request, "pid", os.getpid())
 
 
 if __name__ == "__main__":

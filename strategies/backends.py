@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Literal
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
 
 from tinyllm.model import Llama
 
@@ -28,7 +30,11 @@ def check_backend(backend: str) -> None:
 
 
 def choose_backend(
-    backend: Backend, llama: Llama | None, precision: Precision, device: torch.device
+    backend: Backend,
+    llama: Llama | None,
+    precision: Precision,
+    device: torch.device,
+    optimizers: Sequence[Optimizer] = (),
 ) -> tuple[Literal["gh200", "native"], str]:
     """The engine for a run, with the reason for it.
 
@@ -37,13 +43,14 @@ def choose_backend(
         llama: What is to be trained; None for a module that is not a Llama.
         precision: The run's.
         device: Where it runs.
+        optimizers: That train it; none for a run that does not train.
 
     Raises:
         MisconfigurationException: If gh200 was asked for and cannot run.
     """
     if backend == "native":
         return "native", "asked for"
-    obstacle = _obstacle(llama, precision, device)
+    obstacle = _obstacle(llama, precision, device, optimizers)
     if obstacle is None:
         return "gh200", f"{torch.cuda.get_device_name(device)} is a Hopper GPU"
     if backend == "gh200":
@@ -53,7 +60,12 @@ def choose_backend(
     return "native", obstacle
 
 
-def _obstacle(llama: Llama | None, precision: Precision, device: torch.device) -> str | None:
+def _obstacle(
+    llama: Llama | None,
+    precision: Precision,
+    device: torch.device,
+    optimizers: Sequence[Optimizer],
+) -> str | None:
     """Why gh200 cannot run; None if it can."""
     if device.type != "cuda":
         return f"it needs a Hopper GPU, and this run is on the {device.type}"
@@ -75,6 +87,12 @@ def _obstacle(llama: Llama | None, precision: Precision, device: torch.device) -
         )
     if not all(parameter.requires_grad for parameter in llama.parameters()):
         return "it trains all parameters, and some are frozen"
+    trained = {p for o in optimizers for group in o.param_groups for p in group["params"]}
+    if optimizers and not trained.issuperset(llama.parameters()):
+        return "it trains all parameters, and some are not in the optimizer"
+    dtypes = {str(parameter.dtype) for parameter in llama.parameters()}
+    if dtypes != {"torch.float32"}:
+        return f"it keeps parameters in torch.float32, and the model has {', '.join(dtypes)}"
     return None
 
 

@@ -132,8 +132,14 @@ class ArenaStrategy(ProcessStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         self._tenant = Tenant(self.lightning_module, self.ranks, self._buffers == "average")
+        if fitting:
+            self.setup_optimizers(trainer)
         backend, reason = choose_backend(
-            self._backend, self._tenant.llama, self.precision_plugin, self.root_device
+            self._backend,
+            self._tenant.llama,
+            self.precision_plugin,
+            self.root_device,
+            self.optimizers if fitting else (),
         )
         if self._compile and backend == "native":
             self._tenant.compile()
@@ -144,7 +150,6 @@ class ArenaStrategy(ProcessStrategy):
             self._log_points = LogPoints(trainer, self._check_for_failure)
             if self.ranks.world_size > 1:
                 self._common_stop = CommonStop(trainer)
-            self.setup_optimizers(trainer)
             self._engine = self._build_engine(self._tenant, backend)
             self._gradients_are_seen = is_overridden_anywhere("on_before_optimizer_step", trainer)
             if is_overridden_anywhere("on_after_backward", trainer):

@@ -27,9 +27,9 @@ class GroupHyperparameters:
 
     Attributes:
         lr: η.
-        betas: β1 and β2, numbers of the arena's dtype. torch's fused kernel takes 1 − β2 in fp32
-            and its bias correction in fp64, which disagree by 1.3% at a β2 of 0.999999 that is not
-            rounded before.
+        betas: β1 and β2, numbers of the dtype that updates are computed in. torch's fused kernel
+            takes 1 − β2 in fp32 and its bias correction in fp64, which disagree by 1.3% at a β2 of
+            0.999999 that is not rounded before.
         eps: ε.
         weight_decay: λ.
     """
@@ -42,7 +42,8 @@ class GroupHyperparameters:
     @classmethod
     def of(cls, group: Mapping[str, Any], dtype: torch.dtype) -> "GroupHyperparameters":
         """Reads a parameter group of ``torch.optim.AdamW``, for an arena of ``dtype``."""
-        beta1, beta2 = torch.tensor(group["betas"], dtype=dtype).tolist()
+        computed_in = torch.promote_types(dtype, torch.float32)  # bf16 would make 1 of 0.999
+        beta1, beta2 = torch.tensor(group["betas"], dtype=computed_in).tolist()
         return cls(float(group["lr"]), (beta1, beta2), group["eps"], group["weight_decay"])
 
 

@@ -17,13 +17,13 @@ class Gossip:
     Args:
         workers: Workers N on all ranks.
         rank: This process.
-        like: This rank's rows ``[W, D]``; buffers are made like it.
+        like: This rank's rows ``[W, D]``; buffers are made like it once they are needed.
     """
 
     def __init__(self, workers: int, rank: int, like: Tensor) -> None:
         self._local = range(rank * len(like), (rank + 1) * len(like))
         self._workers = workers
-        self._combined = torch.empty_like(like)
+        self._combined: Tensor | None = None
         self._received: dict[int, Tensor] = {}
         self._requests: list[dist.Work] = []
         self._started = False
@@ -64,6 +64,8 @@ class Gossip:
         for request in self._requests:
             request.wait()
         self._requests, self._started = [], False
+        if self._combined is None:  # an engine may combine local rows itself
+            self._combined = torch.empty_like(rows)
         for combined, worker in zip(self._combined, self._local, strict=True):
             # elementwise, and not a matrix product, which might round to TF32; in one order for
             # all workers, so that those who mix alike come to agree to the last bit

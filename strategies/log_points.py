@@ -61,7 +61,7 @@ class LogPoints(Callback):
             known.update(tensors)
         if "train/loss" in values:  # in whatever progress bar there is
             self._trainer.progress_bar_metrics["train/loss"] = values["train/loss"]
-        if values:
+        if values and self._trainer.log_every_n_steps:  # 0 keeps loggers silent
             for logger in self._trainer.loggers:
                 logger.log_metrics({**values, "epoch": metrics.epoch}, step=metrics.step)
                 logger.save()

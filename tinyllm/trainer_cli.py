@@ -110,7 +110,9 @@ class TinyLLMCLI(LightningCLI):
             arguments += ["--ckpt_path", "last"]
             given.ckpt_path = "last"
         path = self._checkpoint_path(given)
-        if path is not None:
+        if path is None:
+            self._require_known(given)
+        else:
             state = read_checkpoint(path)
             if self._command == "fit" and "optimizer_states" not in state:
                 raise ValueError(
@@ -165,9 +167,29 @@ class TinyLLMCLI(LightningCLI):
     def _checkpoint_path(self, config: Any) -> Path | None:
         """The file that ``ckpt_path`` stands for; None if there is none, or Lightning knows it."""
         given = config.ckpt_path or ("last" if self._command != "fit" else None)
-        if given is None or given in ("hpc", "registry") or ":" in str(given):
+        if given is None or given in ("hpc", "registry"):
+            return None
+        if not Path(given).is_file() and ("://" in str(given) or given.startswith("registry:")):
             return None
         return self._file_of(given, config) if given in ("last", "best") else Path(given)
+
+    def _require_known(self, config: Any) -> None:
+        """Raises FileNotFoundError for a checkpoint of the run that is wanted and not there."""
+        fitting = self._command == "fit"
+        given = config.ckpt_path or (None if fitting else "last")
+        # without `last`, training starts anew
+        if given not in ("last", "best") or (fitting and given == "last"):
+            return
+        folder, name = config.trainer.default_root_dir, config.best_checkpoint.filename
+        if given == "best" and "{" in name:
+            raise FileNotFoundError(
+                f"the best checkpoints of the run in {folder} are called {name}.ckpt; name one of "
+                "them with --ckpt_path FILE"
+            )
+        raise FileNotFoundError(
+            f"there is no {given}.ckpt of a run in {folder}; name a checkpoint with --ckpt_path "
+            "FILE, or the run's folder with --trainer.default_root_dir"
+        )
 
     def _file_of(self, name: str, config: Any) -> Path | None:
         """The run's newest file of a name, ``last`` or ``best``."""
@@ -229,15 +251,8 @@ class TinyLLMCLI(LightningCLI):
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         given = kwargs["ckpt_path"]
         if subcommand == "fit" and given != "best":
-            return kwargs  # Lightning knows the others; without `last`, training starts anew
-        path = self._checkpoint_path(self.config[subcommand])
-        if path is None and given in (None, "last", "best"):
-            raise FileNotFoundError(
-                f"there is no {given or 'last'}.ckpt of a run in {self.trainer.default_root_dir}; "
-                "name a checkpoint with --ckpt_path FILE, or the run's folder with "
-                "--trainer.default_root_dir"
-            )
-        kwargs["ckpt_path"] = path or given
+            return kwargs  # Lightning knows the others
+        kwargs["ckpt_path"] = self._checkpoint_path(self.config[subcommand]) or given
         if subcommand == "predict":
             kwargs["return_predictions"] = False  # they go to a file
         return kwargs

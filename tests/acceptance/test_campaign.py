@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -17,10 +19,13 @@ from tinyllm.acceptance import PROTOCOL_1
 from tinyllm.acceptance.accept import main as accept
 from tinyllm.acceptance.campaign import Campaign
 from tinyllm.acceptance.collect import collect
-from tinyllm.acceptance.configure import Settings
+from tinyllm.acceptance.configure import Settings, throughput_config
 from tinyllm.acceptance.evidence import EvidenceError, hash_file, verify_manifest
+from tinyllm.acceptance.fit import Fit
 from tinyllm.acceptance.freezing import freeze_native
+from tinyllm.acceptance.launcher import Launchers
 from tinyllm.acceptance.locks import claimed
+from tinyllm.acceptance.runs import RunError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TABLES = ("performance", "numerical", "convergence", "validation-curves")
@@ -193,6 +198,26 @@ def test_several_runs_are_set_up_and_one_is_timed(root: Path) -> None:
             for path in root.glob(f"results/*.{pair.id}/*/timed.json")
         }
         assert sorted(starts, key=lambda side: starts[side]) == list(pair.order)
+
+
+def test_a_pair_that_fails_ends_in_a_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other side may save and tidy up for seconds, which would disturb who is timed."""
+    campaign = Campaign(root, candidate_of(root, "broken"), select=["toy-sync"], parallel=2)
+    campaign.run("windows")
+    turns, ended = campaign._bench.turns, []
+
+    def leave(self: Fit, *_: Any) -> None:
+        ended.append(turns._untimed)
+        end(self, *_)
+
+    end = Fit.__exit__
+    monkeypatch.setattr(Fit, "__exit__", leave)
+    config = campaign._bench.manifest.configs["toy-sync"]
+    with Launchers() as launchers, pytest.raises(RunError):
+        replace(campaign._bench, launchers=launchers).time(
+            ["native", "candidate"], throughput_config(config, TOY, hold=True), root / "here"
+        )
+    assert ended == [1, 1]
 
 
 def test_a_failed_run_is_kept_apart_and_others_go_on(root: Path) -> None:

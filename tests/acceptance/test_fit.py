@@ -127,6 +127,31 @@ def test_trainings_end_with_a_server_that_dies(source: Launcher, tmp_path: Path)
         run.wait()
 
 
+def test_a_server_that_was_killed_is_replaced(source: Launcher, tmp_path: Path) -> None:
+    with Launchers() as launchers:
+        first = launchers.of(tmp_path / "source")
+        first._server.kill()
+        first._server.wait()
+        with pytest.raises(BrokenPipeError, match="the process that starts trainings was killed"):
+            Fit(first, {"seconds": 0, "code": 0}, tmp_path / "lost")
+        second = launchers.of(tmp_path / "source")
+        assert second is not first
+        Fit(second, {"seconds": 0, "code": 0}, tmp_path / "run").wait()
+        second._server.kill()
+
+
+def test_a_keeper_that_dies_early_is_not_waited_for(source: Launcher, tmp_path: Path) -> None:
+    """Before the training has said who it is."""
+    source._server.send_signal(signal.SIGSTOP)
+    run = Fit(source, {"seconds": 60, "code": 0}, tmp_path / "run")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (tmp_path / "run" / ".keeper").write_text(str(gone.pid))
+    with pytest.raises(RunError, match="exit code -9"):
+        run.wait()
+    source._server.send_signal(signal.SIGCONT)
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 @pytest.mark.parametrize(("answer", "program"), [(3, "tinyllm"), (0, "-c")])
 def test_where_cuda_is_initialized_trainings_are_not_forked(

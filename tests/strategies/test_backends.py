@@ -129,6 +129,20 @@ def test_needs_all_parameters_to_be_trained(gpu: dict[str, Any]) -> None:
     assert_cannot_run("it trains all parameters, and some are frozen", model, BF16, CUDA)
 
 
+def test_needs_all_parameters_in_the_optimizer(gpu: dict[str, Any]) -> None:
+    model = llama()
+    whole = torch.optim.AdamW(model.parameters())
+    assert choose_backend("auto", model, BF16, CUDA, [whole])[0] == "gh200"
+    most = torch.optim.AdamW([p for n, p in model.named_parameters() if "embed" not in n])
+    obstacle = "it trains all parameters, and some are not in the optimizer"
+    assert_cannot_run(obstacle, model, BF16, CUDA, [most])
+
+
+def test_needs_parameters_in_float32(gpu: dict[str, Any]) -> None:
+    obstacle = "it keeps parameters in torch.float32, and the model has torch.bfloat16"
+    assert_cannot_run(obstacle, llama().bfloat16(), BF16, CUDA)
+
+
 def test_a_backend_that_does_not_exist_is_refused() -> None:
     for backend in BACKENDS:
         check_backend(backend)

@@ -9,9 +9,16 @@ from tinyllm.strategies.engine import Combine, GroupHyperparameters
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rate"), [(torch.float32, 1.0132789611816406e-06), (torch.float64, 1e-6)]
+    ("dtype", "rate"),
+    [
+        (torch.bfloat16, 1.0132789611816406e-06),  # in bf16 it would be 1
+        (torch.float32, 1.0132789611816406e-06),
+        (torch.float64, 1e-6),
+    ],
 )
-def test_betas_are_numbers_of_the_arenas_dtype(dtype: torch.dtype, rate: float) -> None:
+def test_betas_are_numbers_of_the_dtype_that_updates_are_computed_in(
+    dtype: torch.dtype, rate: float
+) -> None:
     group = {"lr": 0.01, "betas": (0.5, 0.999999), "eps": EPS, "weight_decay": 0.1}
     beta1, beta2 = GroupHyperparameters.of(group, dtype).betas
     assert beta1 == 0.5

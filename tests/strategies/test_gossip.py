@@ -70,3 +70,10 @@ def test_exchanges_only_what_is_needed() -> None:
     first, second = run_on_ranks(rank_jobs.exchanged_rows, 2)
     # offsets 1 and 2 stay within a rank of four workers, offset 4 crosses
     assert first == second == [0, 0, 8]
+
+
+def test_has_no_buffer_before_it_combines() -> None:
+    """The gh200 engine mixes local workers itself, and rows are as large as the model."""
+    rows = torch.randn(3, 1_000)
+    gossip = Gossip(3, 0, rows)
+    assert not any(isinstance(value, torch.Tensor) for value in vars(gossip).values())

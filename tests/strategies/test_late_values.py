@@ -95,6 +95,12 @@ def test_they_are_logged_under_their_own_update(tmp_path: Path, late: Late, look
     assert texts[0] == texts[1]
 
 
+def test_zero_keeps_loggers_silent(tmp_path: Path) -> None:
+    fit(tmp_path, log_every_n_steps=0, max_steps=60)
+    rows = pd.read_csv(tmp_path / "metrics.csv")
+    assert "train/loss" not in rows  # there are validations
+
+
 def test_memory_is_in_the_row_of_its_update(tmp_path: Path, late: Late) -> None:
     late(3)
     fit(tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from simulation import (
     OPTIMIZER,
@@ -302,3 +302,27 @@ def test_an_error_in_validation_leaves_the_module_usable(tmp_path: Path) -> None
     weight = dict(module.named_parameters())["model.embed_tokens.weight"]
     average = recorder.record.weights[-1].mean(0)[: weight.numel()]
     assert torch.equal(weight.detach().flatten(), average)
+
+
+def test_a_module_in_bf16_trains_as_torchs_adamw_does() -> None:
+    class Low(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+
+        def training_step(self, batch: Tensor) -> Tensor:
+            loss: Tensor = self.linear(batch).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.AdamW:
+            return torch.optim.AdamW(self.parameters(), lr=0.1)  # with its own betas
+
+    rows, weights = torch.randn(6, 3, 4, dtype=torch.bfloat16), []
+    for strategy in ("auto", SyncStrategy(compile=False)):
+        torch.manual_seed(0)
+        module = Low()
+        new_trainer(strategy, max_steps=6, gradient_clip_val=None).fit(
+            module, DataLoader(list(rows), batch_size=None)
+        )
+        weights.append(module.linear.weight.detach().clone())
+    torch.testing.assert_close(*weights, rtol=0.02, atol=0.01)  # of a few roundings to bf16

@@ -121,3 +121,32 @@ def test_two_ranks_write_one_run_and_one_file_of_losses(
     expected = direct_losses(tmp_path / "run/checkpoints/last.ckpt", text_cache, "validation")
     losses = np.load(tmp_path / "run/predictions.npy")
     np.testing.assert_allclose(losses, expected, rtol=1e-5)  # float32, in another batch size
+
+
+def test_a_path_may_have_a_colon(command: Any, finished: Path, text_cache: Path) -> None:
+    path = copy(finished, "12:30") / "checkpoints/last.ckpt"
+    done = command("validate", "--ckpt_path", path, "--data.cache", text_cache,
+                   "--data.context", 16, "--trainer.default_root_dir", "elsewhere",
+                   "--trainer.strategy.compile", "false")  # fmt: skip
+    assert done.code == 0, done.err
+    assert loss_of(done) == pytest.approx(loss_of(evaluate(command, "validate", finished)))
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "there is no last.ckpt of a run in empty"),
+        (["--ckpt_path", "best"], "there is no best.ckpt of a run in empty"),
+        (
+            ["--ckpt_path", "best", "--best_checkpoint.filename", "best-{step}"],
+            "the best checkpoints of the run in empty are called best-{step}.ckpt; name one",
+        ),
+    ],
+)
+def test_what_is_missing_is_said_before_a_model_is_asked_for(
+    command: Any, text_cache: Path, args: list[str], said: str
+) -> None:
+    root = ["--trainer.default_root_dir", "empty", "--data.cache", text_cache]
+    done = command("validate", *root, *args)
+    assert done.code == 1
+    assert said in done.err
