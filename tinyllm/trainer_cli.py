@@ -110,9 +110,9 @@ class TinyLLMCLI(LightningCLI):
             arguments += ["--ckpt_path", "last"]
             given.ckpt_path = "last"
         path = self._checkpoint_path(given)
-        if path is None:
-            self._require_known(given)
-        else:
+        if path is None and len(first) == 1 + len(self._args):  # and not only printed
+            self._refuse_what_is_missing(given)
+        elif path is not None:
             state = read_checkpoint(path)
             if self._command == "fit" and "optimizer_states" not in state:
                 raise ValueError(
@@ -173,7 +173,7 @@ class TinyLLMCLI(LightningCLI):
             return None
         return self._file_of(given, config) if given in ("last", "best") else Path(given)
 
-    def _require_known(self, config: Any) -> None:
+    def _refuse_what_is_missing(self, config: Any) -> None:
         """Raises FileNotFoundError for a checkpoint of the run that is wanted and not there."""
         fitting = self._command == "fit"
         given = config.ckpt_path or (None if fitting else "last")

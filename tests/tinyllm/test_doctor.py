@@ -38,7 +38,8 @@ def test_says_what_a_bug_report_needs(command: Any) -> None:
     found = facts(done.out)
     assert list(found) == NAMES
     assert found["tinyllm"] == tinyllm.__version__
-    assert found["torch"] == torch.__version__.partition("+")[0]
+    assert torch.__version__.startswith(found["torch"])  # some builds say less of themselves
+    assert found["torch"].count(".") >= 2
     assert found["python"].startswith(f"{platform.python_version()}, linux")
     assert found["C++ compiler"] != ""
     for name in ("working folder", "Triton cache", "compile cache"):

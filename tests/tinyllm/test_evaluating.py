@@ -150,3 +150,5 @@ def test_what_is_missing_is_said_before_a_model_is_asked_for(
     done = command("validate", *root, *args)
     assert done.code == 1
     assert said in done.err
+    shown = command("validate", *root, *args, "--model.preset", "20m", "--print_config")
+    assert shown.code == 0, shown.err
