@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+
+from tinyllm.data.prepare import prepare
 
 HERE = Path(__file__).resolve().parent
 
@@ -33,8 +36,6 @@ class FirstUpdate(Callback):
         self._file = Path(file)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        import torch
-
         torch.cuda.synchronize()
         self._file.write_text(str(time.time()))
         trainer.should_stop = True
@@ -49,12 +50,7 @@ def measure(backend: str, cache: Path, folder: Path, kernels: Path) -> float:
     }
     file = folder / "first"
     command = [
-        *(
-            sys.executable,
-            "-c",
-            "import sys; from tinyllm.cli import main; sys.exit(main())",
-            "fit",
-        ),
+        *(sys.executable, "-c", "from tinyllm.cli import main; main()", "fit"),
         *("--model.preset", "20m", "--data.cache", str(cache)),
         *("--trainer.strategy", "sync", "--trainer.strategy.backend", backend),
         *("--trainer.accelerator", "gpu", "--trainer.devices", "1"),
@@ -69,10 +65,6 @@ def measure(backend: str, cache: Path, folder: Path, kernels: Path) -> float:
 
 
 def main() -> None:
-    import torch
-
-    from tinyllm.data.prepare import prepare
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

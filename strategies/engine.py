@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -42,9 +43,15 @@ class GroupHyperparameters:
     @classmethod
     def of(cls, group: Mapping[str, Any], dtype: torch.dtype) -> "GroupHyperparameters":
         """Reads a parameter group of ``torch.optim.AdamW``, for an arena of ``dtype``."""
-        computed_in = torch.promote_types(dtype, torch.float32)  # bf16 would make 1 of 0.999
-        beta1, beta2 = torch.tensor(group["betas"], dtype=computed_in).tolist()
-        return cls(float(group["lr"]), (beta1, beta2), group["eps"], group["weight_decay"])
+        betas = _rounded(tuple(group["betas"]), dtype)
+        return cls(float(group["lr"]), betas, group["eps"], group["weight_decay"])
+
+
+@lru_cache  # they are asked for at every update
+def _rounded(betas: tuple[float, float], dtype: torch.dtype) -> tuple[float, float]:
+    computed_in = torch.promote_types(dtype, torch.float32)  # bf16 would make 1 of 0.999
+    beta1, beta2 = torch.tensor(betas, dtype=computed_in).tolist()
+    return beta1, beta2
 
 
 @dataclass(frozen=True)

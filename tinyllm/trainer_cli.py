@@ -97,6 +97,7 @@ class TinyLLMCLI(LightningCLI):
         # a first time to learn of the checkpoint, whose model gives the defaults of the second
         arguments = [self._command, *self._args]
         first = [argument for argument in arguments if not argument.startswith("--print_config")]
+        only_printed = first != arguments
         self.config = parser.parse_args(first)
         given = self.config[self._command]
         for name, key in (("trainer", "strategy"), ("checkpoint", "dirpath")):
@@ -110,7 +111,7 @@ class TinyLLMCLI(LightningCLI):
             arguments += ["--ckpt_path", "last"]
             given.ckpt_path = "last"
         path = self._checkpoint_path(given)
-        if path is None and len(first) == 1 + len(self._args):  # and not only printed
+        if path is None and not only_printed:
             self._refuse_what_is_missing(given)
         elif path is not None:
             state = read_checkpoint(path)
@@ -164,9 +165,14 @@ class TinyLLMCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """The checkpoint's hyperparameters were taken as defaults before parsing."""
 
+    def _wanted(self, config: Any) -> str | None:
+        """What ``ckpt_path`` says, or the last checkpoint where one is needed."""
+        wanted: str | None = config.ckpt_path or ("last" if self._command != "fit" else None)
+        return wanted
+
     def _checkpoint_path(self, config: Any) -> Path | None:
         """The file that ``ckpt_path`` stands for; None if there is none, or Lightning knows it."""
-        given = config.ckpt_path or ("last" if self._command != "fit" else None)
+        given = self._wanted(config)
         if given is None or given in ("hpc", "registry"):
             return None
         if not Path(given).is_file() and ("://" in str(given) or given.startswith("registry:")):
@@ -175,10 +181,9 @@ class TinyLLMCLI(LightningCLI):
 
     def _refuse_what_is_missing(self, config: Any) -> None:
         """Raises FileNotFoundError for a checkpoint of the run that is wanted and not there."""
-        fitting = self._command == "fit"
-        given = config.ckpt_path or (None if fitting else "last")
-        # without `last`, training starts anew
-        if given not in ("last", "best") or (fitting and given == "last"):
+        given = self._wanted(config)
+        starts_anew = self._command == "fit" and given == "last"
+        if given not in ("last", "best") or starts_anew:
             return
         folder, name = config.trainer.default_root_dir, config.best_checkpoint.filename
         if given == "best" and "{" in name:

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulation import CONFIG, Batches, batches, new_trainer, tiny
+from simulation import CONFIG, Batches, batches, new_trainer, tiny, token_cache
 
 from tinyllm import TokenDataModule
 from tinyllm.callbacks import BigramBaseline
 from tinyllm.data.bigram import bigram_loss
 from tinyllm.data.cache import TokenCache
-from tinyllm.data.prepare import prepare
 from tinyllm.strategies import SyncStrategy
 
 
@@ -19,16 +18,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("bigram")
     ids = np.random.default_rng(0).zipf(1.5, 4_000).clip(1, CONFIG.vocab_size - 1)
     ids[23::24] = 0
-    ids.astype("<u2").tofile(folder / "ids.u16")
-    prepare(
-        folder / "cache",
-        "tokens",
-        str(folder / "ids.u16"),
-        vocab_size=CONFIG.vocab_size,
-        boundary_id=0,
-        validation_fraction=0.2,
-    )
-    return str(folder / "cache")
+    return token_cache(folder, ids, validation_fraction=0.2)
 
 
 @pytest.mark.parametrize("validates", [True, False])

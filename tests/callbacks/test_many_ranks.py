@@ -11,9 +11,7 @@ import pytest
 import torch
 from ranks import RanksError, run_on_ranks
 from safetensors.torch import load_file
-from simulation import CONFIG
-
-from tinyllm.data.prepare import prepare
+from simulation import CONFIG, token_cache
 
 
 @pytest.fixture(scope="module")
@@ -22,17 +20,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("ranks")
     tokens = np.random.default_rng(0).integers(1, CONFIG.vocab_size, 1_060)
     tokens[23::24] = 0
-    tokens.astype("<u2").tofile(folder / "ids.u16")
-    prepare(
-        folder / "cache",
-        "tokens",
-        str(folder / "ids.u16"),
-        vocab_size=CONFIG.vocab_size,
-        boundary_id=0,
-        validation_fraction=0.1,
-        test_fraction=0.0,
-    )
-    return str(folder / "cache")
+    return token_cache(folder, tokens, validation_fraction=0.1, test_fraction=0.0)
 
 
 def table(path: Path) -> list[dict[str, float]]:

@@ -20,6 +20,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
 
 from tinyllm import LlamaConfig, TinyLLM
+from tinyllm.data.prepare import prepare
 from tinyllm.module import AdamWConfig
 from tinyllm.schedule import WarmupCosine
 from tinyllm.strategies.base import ArenaStrategy
@@ -42,6 +43,14 @@ def tiny(
     """A model of 912 parameters."""
     torch.manual_seed(seed)
     return TinyLLM(config=CONFIG, optimizer=optimizer, schedule=schedule, **kwargs)
+
+
+def token_cache(folder: Path, ids: Any, **options: Any) -> str:
+    """A token cache of the ids, whose documents end with 0, in a folder; its path."""
+    np.asarray(ids, "<u2").tofile(folder / "ids.u16")
+    output, source = folder / "cache", str(folder / "ids.u16")
+    prepare(output, "tokens", source, vocab_size=CONFIG.vocab_size, boundary_id=0, **options)
+    return str(output)
 
 
 def learning_rates(updates: int = UPDATES) -> list[float]:

@@ -187,8 +187,8 @@ def test_fp32_moments_at_a_beta_that_fp32_does_not_hold(backend: Backend) -> Non
     betas = GroupHyperparameters.of(group, torch.float32).betas
     oracle = [row.double().clone() for row in arena.weights]
     adamw = torch.optim.AdamW(oracle, **group | {"betas": betas})
+    means = 1e-2 * torch.randn(arena.weights.shape, generator=torch.Generator().manual_seed(3))
     for _ in range(5):
-        means = 1e-2 * torch.randn(arena.weights.shape, generator=torch.Generator().manual_seed(3))
         run.supply(means, 1)
         of_columns = GroupHyperparameters.of(group, torch.float32)
         run.engine.finish_gradients(True)
@@ -196,15 +196,14 @@ def test_fp32_moments_at_a_beta_that_fp32_does_not_hold(backend: Backend) -> Non
         for row, mean in zip(oracle, means, strict=True):
             row.grad = mean.double()
         adamw.step()
-    for name in ("exp_avg", "exp_avg_sq"):
-        exact = torch.stack([adamw.state[row][name] for row in oracle])
-        columns = [slice(*bounds) for bounds in arena.layout.groups]
-        for own in columns:
+    for own in (slice(*bounds) for bounds in arena.layout.groups):
+        for name in ("exp_avg", "exp_avg_sq"):
+            exact = torch.stack([adamw.state[row][name] for row in oracle])[:, own]
             found = getattr(arena, name)[:, own].double()
-            torch.testing.assert_close(found, exact[:, own], rtol=2e-6, atol=0)
-            torch.testing.assert_close(
-                arena.weights[:, own].double(), torch.stack(oracle)[:, own], rtol=2e-6, atol=1e-8
-            )
+            torch.testing.assert_close(found, exact, rtol=2e-6, atol=0)
+        torch.testing.assert_close(
+            arena.weights[:, own].double(), torch.stack(oracle)[:, own], rtol=2e-6, atol=1e-8
+        )
 
 
 # --- a loss or gradient that is not finite --------------------------------------------------------

@@ -20,10 +20,10 @@ from simulation import (
     fit,
     largest_difference,
     tiny,
+    token_cache,
 )
 from torch import Tensor
 
-from tinyllm.data.prepare import prepare
 from tinyllm.errors import NonFiniteError
 from tinyllm.strategies import DecentralizedStrategy, SyncStrategy
 from tinyllm.strategies.base import ArenaStrategy
@@ -221,15 +221,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("gh200")
     rng = np.random.default_rng(0)
     documents = [[*rng.integers(1, CONFIG.vocab_size, 23).tolist(), 0] for _ in range(45)]
-    np.array([i for d in documents for i in d], "<u2").tofile(folder / "ids.u16")
-    prepare(
-        folder / "cache",
-        "tokens",
-        str(folder / "ids.u16"),
-        vocab_size=CONFIG.vocab_size,
-        boundary_id=0,
-    )
-    return str(folder / "cache")
+    return token_cache(folder, [i for d in documents for i in d])
 
 
 @pytest.mark.parametrize(

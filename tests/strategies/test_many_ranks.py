@@ -14,10 +14,9 @@ import rank_jobs
 import simulation
 import torch
 from ranks import RanksError, run_on_ranks
-from simulation import CONFIG, UPDATES, gammas, learning_rates
+from simulation import CONFIG, UPDATES, gammas, learning_rates, token_cache
 from torch import Tensor
 
-from tinyllm.data.prepare import prepare
 from tinyllm.strategies.consensus import AdaptiveConsensus
 
 # Float64 rounding of another order of summation, grown over 12 updates: differences seen are
@@ -32,17 +31,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("ranks")
     rng = np.random.default_rng(0)
     documents = [[*rng.integers(1, CONFIG.vocab_size, 23).tolist(), 0] for _ in range(45)]
-    np.array([i for d in documents for i in d], "<u2").tofile(folder / "ids.u16")
-    prepare(
-        folder / "cache",
-        "tokens",
-        str(folder / "ids.u16"),
-        vocab_size=CONFIG.vocab_size,
-        boundary_id=0,
-        validation_fraction=0.1,
-        test_fraction=0.0,
+    return token_cache(
+        folder, [i for d in documents for i in d], validation_fraction=0.1, test_fraction=0.0
     )
-    return str(folder / "cache")
 
 
 def train(ranks: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
