@@ -30,13 +30,14 @@ from tinyllm.kernels.adamw import gradient_squares
 from tinyllm.kernels.embedding import embed, embed_backward
 from tinyllm.kernels.gemm import input_gradient, linear, weight_gradient
 from tinyllm.kernels.rope import rotate, rotate_back
+from tinyllm.kernels.stream import Stream
 from tinyllm.kernels.swiglu import swiglu, swiglu_backward
 from tinyllm.model import Llama
 from tinyllm.strategies.engine import GroupHyperparameters, Ranks
 from tinyllm.strategies.gh200 import Gh200Engine
 
-LOW, HIGH = 2, 4
-"""Bytes of a bf16 and of an fp32 number."""
+LOW, STREAM, HIGH = 2, 3, 4
+"""Bytes of a bf16 number, of one of the residual stream, and of an fp32 one."""
 
 
 @dataclass
@@ -128,24 +129,25 @@ class Update:
 
     def norms(self) -> list[Part]:
         m, c, count = self.tokens, self.config.width, 2 * self.config.layers + 1
-        x, out, branch, normed = self.high(m, c), self.high(m, c), self.low(m, c), self.low(m, c)
+        x, out, branch, normed = (self.low(m, c) for _ in range(4))
+        stream, sums = (Stream(t, torch.empty_like(t, dtype=torch.int8)) for t in (x, out))
         rstd, weight = self.high(m), self.high(c)
         dweight = self.high(norm.partials(self.workers, m), c)
         elements = self.workers * m * c
         return [
             Part(
                 "residual and norm",
-                *(count, 0.0, (2 * HIGH + 2 * LOW) * elements),
+                *(count, 0.0, (2 * STREAM + 2 * LOW) * elements),
                 seconds_of(
-                    lambda: norm.residual_rms_norm(x, branch, weight, 1e-5, out, normed, rstd)
+                    lambda: norm.residual_rms_norm(stream, branch, weight, 1e-5, sums, normed, rstd)
                 ),
             ),
             Part(
                 "residual and norm, backward",
-                *(count, 0.0, (3 * HIGH + 2 * LOW) * elements),
+                *(count, 0.0, (2 * STREAM + 2 * LOW) * elements),
                 seconds_of(
                     lambda: norm.rms_norm_backward(
-                        branch, None, x, weight, rstd, out, out, normed, dweight
+                        branch, None, normed, weight, rstd, stream, sums, dweight
                     )
                 ),
             ),
@@ -204,7 +206,8 @@ class Update:
 
     def embedding_and_head(self) -> list[Part]:
         m, c, v, w = self.tokens, self.config.width, self.config.vocab_size, self.workers
-        h, x, table, low_table = self.low(m, c), self.high(m, c), self.high(v, c), self.low(v, c)
+        h, table, low_table = self.low(m, c), self.high(v, c), self.low(v, c)
+        x = Stream(self.low(m, c), torch.empty_like(h, dtype=torch.int8))
         low_table *= 0.05
         exps = self.low(m, head.padded(v))
         sums, inverse, scaled = self.high(head.tiles(v), m), self.high(m), self.low(m, c)
@@ -214,7 +217,7 @@ class Update:
         return [
             Part(
                 "embedding",
-                *(1, 0.0, 2 * HIGH * w * m * c),
+                *(1, 0.0, (HIGH + STREAM) * w * m * c),
                 seconds_of(lambda: embed(self.ids, table, x)),
             ),
             Part(
@@ -241,7 +244,7 @@ class Update:
             ),
             Part(
                 "embedding, backward",
-                *(1, 0.0, 2 * HIGH * w * m * c),
+                *(1, 0.0, (HIGH + STREAM) * w * m * c),
                 seconds_of(lambda: embed_backward(self.ids, x, table)),
             ),
         ]

@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinyllm.kernels import stream
 from tinyllm.kernels.operation import Operation
+from tinyllm.kernels.stream import Stream
 
 _THREADS = 128
 
@@ -24,28 +26,28 @@ def _inputs(rows: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
     return workers, ids.clamp_max(vocabulary - 1), ids >= vocabulary
 
 
-def _embed(rows: Tensor, weight: Tensor, x: Tensor) -> None:
+def _embed(rows: Tensor, weight: Tensor, x: Stream) -> None:
     """Looks the inputs of token rows up.
 
     Args:
         rows: ``[W, B, T+1]`` int64, contiguous.
         weight: ``[W, V, C]`` with any stride between workers.
-        x: ``[W, B·T, C]`` stream dtype, takes the rows found.
+        x: ``[W, B·T, C]``, takes the rows found.
     """
     workers, ids, past = _inputs(rows, weight.shape[1])
-    x.copy_(weight[workers, ids].masked_fill(past[..., None], torch.nan))
+    x.take(weight[workers, ids].masked_fill(past[..., None], torch.nan))
 
 
-def _embed_backward(rows: Tensor, dx: Tensor, dweight: Tensor) -> None:
+def _embed_backward(rows: Tensor, dx: Stream, dweight: Tensor) -> None:
     """Adds the gradient of the rows found to the table's, in no certain order on a GPU.
 
     Args:
         rows: ``[W, B, T+1]`` int64, contiguous.
-        dx: ``[W, B·T, C]`` stream dtype.
+        dx: ``[W, B·T, C]``.
         dweight: ``[W, V, C]`` with any stride between workers, is added to.
     """
     workers, ids, past = _inputs(rows, dweight.shape[1])
-    added = dx.masked_fill(past[..., None], 0).to(dweight.dtype)
+    added = dx.joined(dweight.dtype).masked_fill(past[..., None], 0)
     dweight.index_put_((workers, ids), added, accumulate=True)
 
 
@@ -77,6 +79,7 @@ def _embed_kernel(
     weight_ptr: tl.tensor,
     weight_stride: tl.tensor,
     x_ptr: tl.tensor,
+    x_rest_ptr: tl.tensor,
     batch: tl.tensor,
     length: tl.tensor,
     vocabulary: tl.tensor,
@@ -89,13 +92,15 @@ def _embed_kernel(
     weight_ptr += (sequence // batch) * weight_stride
     found = (inside & (ids < vocabulary))[:, None]
     x = tl.load(weight_ptr + ids[:, None] * C + column, mask=found, other=float("nan"))
-    tl.store(x_ptr + token[:, None] * C + column, x, mask=inside[:, None])
+    place = token[:, None] * C + column
+    stream.store(x_ptr + place, x_rest_ptr + place, x, inside[:, None])
 
 
 @triton.jit
 def _embed_backward_kernel(
     rows_ptr: tl.tensor,
     dx_ptr: tl.tensor,
+    dx_rest_ptr: tl.tensor,
     dweight_ptr: tl.tensor,
     dweight_stride: tl.tensor,
     batch: tl.tensor,
@@ -109,17 +114,19 @@ def _embed_backward_kernel(
     sequence, column, inside, ids, token = _tile(rows_ptr, length, C, SEGMENTS, SEGMENT)
     dweight_ptr += (sequence // batch) * dweight_stride
     found = (inside & (ids < vocabulary))[:, None]
-    dx = tl.load(dx_ptr + token[:, None] * C + column, mask=found, other=0.0).to(tl.float32)
+    place = token[:, None] * C + column
+    value = tl.load(dx_ptr + place, mask=found, other=0.0)
+    dx = stream.joined(value, tl.load(dx_rest_ptr + place, mask=found, other=0))
     tl.atomic_add(dweight_ptr + ids[:, None] * C + column, dx, mask=found, sem="relaxed")
 
 
-def _launch_embed(rows: Tensor, weight: Tensor, x: Tensor) -> None:
+def _launch_embed(rows: Tensor, weight: Tensor, x: Stream) -> None:
     workers, batch, length = rows.shape[0], rows.shape[1], rows.shape[2] - 1
     vocabulary, width = weight.shape[1:]
     segment = gcd(width, 128)
     tile = 8 * _THREADS // segment
     _embed_kernel[(workers * batch * triton.cdiv(length * (width // segment), tile),)](
-        *(rows, weight, weight.stride(0), x, batch, length, vocabulary),
+        *(rows, weight, weight.stride(0), *x, batch, length, vocabulary),
         C=width,
         SEGMENTS=tile,
         SEGMENT=segment,
@@ -127,13 +134,13 @@ def _launch_embed(rows: Tensor, weight: Tensor, x: Tensor) -> None:
     )
 
 
-def _launch_embed_backward(rows: Tensor, dx: Tensor, dweight: Tensor) -> None:
+def _launch_embed_backward(rows: Tensor, dx: Stream, dweight: Tensor) -> None:
     workers, batch, length = rows.shape[0], rows.shape[1], rows.shape[2] - 1
     vocabulary, width = dweight.shape[1:]
     segment = gcd(width, 128)
     tile = 8 * _THREADS // segment
     _embed_backward_kernel[(workers * batch * triton.cdiv(length * (width // segment), tile),)](
-        *(rows, dx, dweight, dweight.stride(0), batch, length, vocabulary),
+        *(rows, *dx, dweight, dweight.stride(0), batch, length, vocabulary),
         C=width,
         SEGMENTS=tile,
         SEGMENT=segment,

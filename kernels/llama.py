@@ -1,7 +1,8 @@
 """Forward and backward of W Llamas as a list of kernel and matrix-product calls, without autograd.
 
-The residual stream and its gradient are fp32; what lies between two matrix products is computed in
-fp32 and rounded once, to the compute dtype of the matrices. In float64 the same list is exact.
+The residual stream and its gradient hold 16 bits of fp32 numbers (:mod:`tinyllm.kernels.stream`);
+what lies between two matrix products is computed in fp32 and rounded once, to the compute dtype of
+the matrices. In float64 the same list is exact.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from tinyllm.kernels.attention import Attended
 from tinyllm.kernels.embedding import embed, embed_backward
 from tinyllm.kernels.gemm import input_gradient, linear, weight_gradient, weight_gradients
 from tinyllm.kernels.rope import rotate, rotate_back
+from tinyllm.kernels.stream import Stream
 from tinyllm.kernels.swiglu import swiglu, swiglu_backward
 from tinyllm.kernels.views import at_even_distances
 
@@ -73,7 +75,7 @@ class Totals(NamedTuple):
 
 
 class _Normed(NamedTuple):
-    """A norm's input, output and 1/rms."""
+    """A norm's input, rounded, its output and 1/rms."""
 
     x: Tensor
     out: Tensor
@@ -134,9 +136,9 @@ class LlamaStep:
     def __call__(self) -> None:
         """Runs both passes."""
         factors = self._new_factors()
-        layers, x = self._forward(factors)
-        dnormed, row_scale = self._head(x)  # where the most memory is held
-        self._backward(layers, x, factors, dnormed, row_scale)
+        layers, last = self._forward(factors)
+        dnormed, row_scale = self._head(last)  # where the most memory is held
+        self._backward(layers, last, factors, dnormed, row_scale)
 
     def _new_factors(self) -> _Factors:
         width = self._embedding.shape[2]
@@ -149,36 +151,37 @@ class LlamaStep:
 
     def _forward(self, factors: _Factors) -> tuple[list[_Layer], _Normed]:
         weights, heads, length = self._llama.weights, self._llama.heads, self._length
-        embedding = self._llama.embedding
-        x = embedding.new_empty(self._workers, self._tokens, embedding.shape[2])
-        embed(self._rows, embedding, x)
+        x = Stream.empty(factors.normed[0])
+        embed(self._rows, self._llama.embedding, x)
         branch: Tensor | None = None
         layers: list[_Layer] = []
         for index in range(self._llama.layers):
             name = f"layers.{index}"
             qkv, gate_up = factors.qkv[index], factors.gate_up[index]
-            before = self._norm(x, branch, f"{name}.input_layernorm", factors.normed[index])
+            out = factors.normed[index]
+            x, before = self._norm(x, branch, f"{name}.input_layernorm", out)
             linear(before.out, weights[f"{name}.self_attn.qkv_proj"], qkv)
             rotate(qkv, self._llama.cos, self._llama.sin, heads, length)
             attended = attention.attend(qkv, heads, length)
             branch = linear(self._merged(attended), weights[f"{name}.self_attn.o_proj"])
-            after = f"{name}.post_attention_layernorm"
-            middle = self._norm(before.x, branch, after, factors.middle[index])
+            out = factors.middle[index]
+            x, middle = self._norm(x, branch, f"{name}.post_attention_layernorm", out)
             linear(middle.out, weights[f"{name}.mlp.gate_up_proj"], gate_up)
             swiglu(gate_up, factors.activated[index])
             branch = linear(factors.activated[index], weights[f"{name}.mlp.down_proj"])
             layers.append(_Layer(before, attended, middle))
-            x = middle.x
-        out = torch.empty_like(x, dtype=self._embedding.dtype)
-        return layers, self._norm(x, branch, FINAL_NORM, out)
+        _, last = self._norm(x, branch, FINAL_NORM, torch.empty_like(x.value))
+        return layers, last
 
-    def _norm(self, x: Tensor, branch: Tensor | None, name: str, out: Tensor) -> _Normed:
-        """The norm of the residual stream after ``branch`` is added to it."""
-        total = x if branch is None else torch.empty_like(x)
-        rstd = x.new_empty(x.shape[:2])
+    def _norm(
+        self, x: Stream, branch: Tensor | None, name: str, out: Tensor
+    ) -> tuple[Stream, _Normed]:
+        """The residual stream after ``branch`` is added to it, and its norm."""
+        total = x if branch is None else x.beside(torch.empty_like(x.value))
         weight = self._llama.weights[name]
+        rstd = weight.new_empty(out.shape[:2])
         norm.residual_rms_norm(x, branch, weight, self._llama.norm_eps, total, out, rstd)
-        return _Normed(total, out, rstd)
+        return total, _Normed(total.value, out, rstd)
 
     def _merged(self, attended: Attended) -> Tensor:
         """``[W·B, H, T, K]`` as ``[W, B·T, C]``."""
@@ -191,10 +194,10 @@ class LlamaStep:
         embedding, tokens = self._embedding, self._tokens
         vocab = embedding.shape[1]
         exps = x.out.new_empty(self._workers, tokens, head.padded(vocab))
-        sums = x.x.new_empty(self._workers, head.tiles(vocab), tokens)
+        sums = x.rstd.new_empty(self._workers, head.tiles(vocab), tokens)
         head.exponentials(x.out, embedding, exps, sums)
         inverse, scaled = torch.empty_like(x.rstd), torch.empty_like(x.out)
-        tally = x.x.new_empty(self._workers, -(-tokens // head.FINISHED_ROWS), 2)
+        tally = x.rstd.new_empty(self._workers, -(-tokens // head.FINISHED_ROWS), 2)
         head.finish(x.out, embedding, self._rows, exps, sums, inverse, scaled, tally)
         head.total(tally, *self._totals, self._accumulate)
         dlogits = exps[:, :, :vocab]  # but for each row's factor `inverse`
@@ -206,22 +209,23 @@ class LlamaStep:
     def _backward(
         self,
         layers: list[_Layer],
-        x: _Normed,
+        last: _Normed,
         factors: _Factors,
         dnormed: Tensor,
         row_scale: Tensor,
     ) -> None:
         norms = self._llama.norms
-        dweights = x.x.new_empty(self._workers, len(norms), self._partials, x.x.shape[2])
+        width = self._embedding.shape[2]
+        dweights = last.rstd.new_empty(self._workers, len(norms), self._partials, width)
         dscales = dict(zip(norms, dweights.unbind(1), strict=True))
         branches = _Branches(*self._embedding.new_empty(2, *factors.normed.shape))
-        dx, dx_low = torch.empty_like(x.x), branches.feed_forward[-1]
+        dx = Stream.empty(last.x).beside(branches.feed_forward[-1])
         norm.rms_norm_backward(
-            *(dnormed, row_scale, x.x, self._llama.weights[FINAL_NORM], x.rstd),
-            *(None, dx, dx_low, dscales[FINAL_NORM]),
+            *(dnormed, row_scale, last.x, self._llama.weights[FINAL_NORM], last.rstd),
+            *(None, dx, dscales[FINAL_NORM]),
         )
         for index in reversed(range(self._llama.layers)):
-            self._layer_backward(index, layers[index], factors, branches, dx, dscales)
+            dx = self._layer_backward(index, layers[index], factors, branches, dx, dscales)
         attended = [self._merged(layer.attended) for layer in layers]
         self._weight_gradients(factors, branches, attended)
         embed_backward(self._rows, dx, self._llama.gradients[EMBEDDING])
@@ -235,25 +239,26 @@ class LlamaStep:
         layer: _Layer,
         factors: _Factors,
         branches: _Branches,
-        dx: Tensor,
+        dx: Stream,
         dscales: Mapping[str, Tensor],
-    ) -> None:
-        """Turns ``dx``, of the residual stream after a layer, into that of the stream before it."""
+    ) -> Stream:
+        """Of ``dx``, of the residual stream after a layer, makes that of the stream before it."""
         name, heads, length = f"layers.{index}", self._llama.heads, self._length
         weights, llama = self._llama.weights, self._llama
         dgate_up, dqkv = factors.gate_up[index], factors.qkv[index]
-        dattention, dfeed_forward = branches.attention[index], branches.feed_forward[index]
-        dactivated = input_gradient(dfeed_forward, weights[f"{name}.mlp.down_proj"])
+        dactivated = input_gradient(dx.value, weights[f"{name}.mlp.down_proj"])
         swiglu_backward(dactivated, dgate_up, dgate_up)
         dmiddle = input_gradient(dgate_up, weights[f"{name}.mlp.gate_up_proj"])
-        after = f"{name}.post_attention_layernorm"
-        self._norm_backward(after, dmiddle, layer.before_feed_forward, dx, dattention, dscales)
-        dattended = input_gradient(dattention, weights[f"{name}.self_attn.o_proj"])
+        dx = self._norm_backward(
+            *(f"{name}.post_attention_layernorm", dmiddle, layer.before_feed_forward),
+            *(dx, branches.attention[index], dscales),
+        )
+        dattended = input_gradient(dx.value, weights[f"{name}.self_attn.o_proj"])
         dq, dk, dv = attention.attend_backward(dattended, dqkv, layer.attended, heads, length)
         rotate_back(dq, dk, dv, llama.cos, llama.sin, dqkv)
         dnormed = input_gradient(dqkv, weights[f"{name}.self_attn.qkv_proj"])
-        below = branches.feed_forward[index - 1] if index > 0 else None
-        self._norm_backward(
+        below = branches.feed_forward[index - 1] if index > 0 else torch.empty_like(dx.value)
+        return self._norm_backward(
             f"{name}.input_layernorm", dnormed, layer.before_attention, dx, below, dscales
         )
 
@@ -262,15 +267,17 @@ class LlamaStep:
         name: str,
         dnormed: Tensor,
         forward: _Normed,
-        dx: Tensor,
-        dx_low: Tensor | None,
+        dresidual: Stream,
+        value: Tensor,
         dscales: Mapping[str, Tensor],
-    ) -> None:
-        """Adds the norm's gradient to ``dx``, with a copy in the compute dtype."""
+    ) -> Stream:
+        """``dresidual`` with the norm's gradient added to it, rounded in ``value``."""
+        dx = dresidual.beside(value)
         norm.rms_norm_backward(
             *(dnormed, None, forward.x, self._llama.weights[name], forward.rstd),
-            *(dx, dx, dx_low, dscales[name]),
+            *(dresidual, dx, dscales[name]),
         )
+        return dx
 
     def _weight_gradients(
         self, factors: _Factors, branches: _Branches, attended: list[Tensor]

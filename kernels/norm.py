@@ -16,41 +16,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinyllm.kernels import stream
 from tinyllm.kernels.operation import Operation
+from tinyllm.kernels.stream import Stream
 
-_THREADS = 128
+_THREADS = 64
 _MIN_ROWS = 8
 """Rows that make a program of the backward worth starting."""
-_PROGRAMS = 1_024
-"""Programs of the backward at most: over seven for each of 132 SMs, of which five run at once."""
+_PROGRAMS = 1_056
+"""Programs of the backward at most: eight for each of 132 SMs, which run at once."""
 
 
 def _residual_rms_norm(
-    x: Tensor,
+    x: Stream,
     branch: Tensor | None,
     weight: Tensor,
     eps: float,
-    out: Tensor | None,
+    out: Stream | None,
     normed: Tensor,
     rstd: Tensor,
 ) -> None:
     """Adds a branch to the residual stream and normalizes the sum.
 
     Args:
-        x: ``[W, M, C]`` stream dtype.
+        x: ``[W, M, C]``.
         branch: ``[W, M, C]`` compute dtype, or None for nothing to add.
         weight: ``[W, C]`` with any stride between workers.
         eps: ε.
-        out: ``[W, M, C]`` stream dtype, takes the sum; may be ``x``; unused without a branch.
+        out: ``[W, M, C]``, takes the sum; its parts may be those of ``x``; unused without a branch.
         normed: ``[W, M, C]`` compute dtype, takes the normalized sum.
         rstd: ``[W, M]`` stream dtype, takes 1/rms.
     """
+    total = x.joined(rstd.dtype)
     if branch is not None:
         assert out is not None
-        torch.add(x, branch, out=out)
-        x = out
-    torch.rsqrt(x.square().mean(-1) + eps, out=rstd)
-    normed.copy_(x * rstd[..., None] * weight[:, None])
+        total = total + branch
+        out.take(total)
+    torch.rsqrt(total.square().mean(-1) + eps, out=rstd)
+    normed.copy_(total * rstd[..., None] * weight[:, None])
 
 
 def _rms_norm_backward(
@@ -59,9 +62,8 @@ def _rms_norm_backward(
     x: Tensor,
     weight: Tensor,
     rstd: Tensor,
-    dresidual: Tensor | None,
-    dx: Tensor,
-    dx_low: Tensor | None,
+    dresidual: Stream | None,
+    dx: Stream,
     dweight: Tensor,
 ) -> None:
     """Gradients of the normalized rows with respect to the residual stream and the weight.
@@ -70,27 +72,24 @@ def _rms_norm_backward(
         dnormed: ``[W, M, C]`` compute dtype.
         row_scale: ``[W, M]`` factors on dnormed's rows, or None for 1. A row whose factor is 0
             counts as zeros whatever it holds.
-        x: ``[W, M, C]`` stream dtype, what was normalized.
+        x: ``[W, M, C]`` compute dtype, what was normalized.
         weight: ``[W, C]`` with any stride between workers.
         rstd: ``[W, M]`` stream dtype, 1/rms from the forward.
-        dresidual: ``[W, M, C]`` stream dtype, the gradient on the residual path, or None for 0.
-        dx: ``[W, M, C]`` stream dtype, takes the gradient; may be ``dresidual``.
-        dx_low: ``[W, M, C]`` compute dtype, takes the same rounded, or None.
+        dresidual: ``[W, M, C]``, the gradient on the residual path, or None for 0.
+        dx: ``[W, M, C]``, takes the gradient; either part may be that of ``dresidual``.
         dweight: ``[W, P, C]`` with any strides of W and P, takes partial sums over rows: their sum
             over P is the gradient. See ``partials`` for a good P.
     """
-    dy = dnormed.to(x.dtype)
+    dy = dnormed.to(rstd.dtype)
     if row_scale is not None:
-        scale = row_scale[..., None].to(x.dtype)
+        scale = row_scale[..., None].to(rstd.dtype)
         dy = torch.where(scale == 0, 0, dy * scale)
     normal = x * rstd[..., None]
     g = dy * weight[:, None]
     gradient = rstd[..., None] * (g - normal * (g * normal).mean(-1, keepdim=True))
     if dresidual is not None:
-        gradient = dresidual + gradient
-    dx.copy_(gradient)
-    if dx_low is not None:
-        dx_low.copy_(gradient)
+        gradient = dresidual.joined(rstd.dtype) + gradient
+    dx.take(gradient)
     dweight.zero_()
     dweight[:, 0].copy_((dy * normal).sum(1))
 
@@ -115,11 +114,13 @@ def partials(workers: int, rows: int) -> int:
 @triton.jit
 def _forward_kernel(
     x_ptr: tl.tensor,
+    x_rest_ptr: tl.tensor,
     branch_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     weight_stride: tl.tensor,
     eps: tl.tensor,
     out_ptr: tl.tensor,
+    out_rest_ptr: tl.tensor,
     normed_ptr: tl.tensor,
     rstd_ptr: tl.tensor,
     rows_count: tl.tensor,
@@ -140,7 +141,9 @@ def _forward_kernel(
     weighted: tl.tuple = ()  # at once, so that no load waits behind the stores
     squares = tl.zeros((ROWS, CHUNK), tl.float32)
     for c in tl.static_range(0, C, CHUNK):
-        total = tl.load(x_ptr + offset + c, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(x_ptr + offset + c, mask=mask, other=0.0)
+        rest = tl.load(x_rest_ptr + offset + c, mask=mask, other=0)
+        total = stream.joined(value, rest)
         if branch_ptr is not None:
             total += tl.load(branch_ptr + offset + c, mask=mask, other=0.0).to(tl.float32)
         sums += (total,)
@@ -150,7 +153,8 @@ def _forward_kernel(
     tl.store(rstd_ptr + before + row, rstd, mask=mask)
     for c in tl.static_range(0, C, CHUNK):
         if branch_ptr is not None:
-            tl.store(out_ptr + offset + c, sums[c // CHUNK], mask=mask)
+            place = offset + c
+            stream.store(out_ptr + place, out_rest_ptr + place, sums[c // CHUNK], mask)
         tl.store(normed_ptr + offset + c, weighted[c // CHUNK] * rstd, mask=mask)
 
 
@@ -163,8 +167,9 @@ def _backward_kernel(
     weight_stride: tl.tensor,
     rstd_ptr: tl.tensor,
     dresidual_ptr: tl.tensor,
+    dresidual_rest_ptr: tl.tensor,
     dx_ptr: tl.tensor,
-    dx_low_ptr: tl.tensor,
+    dx_rest_ptr: tl.tensor,
     dweight_ptr: tl.tensor,
     dweight_stride_w: tl.tensor,
     dweight_stride_p: tl.tensor,
@@ -202,7 +207,9 @@ def _backward_kernel(
             g = dy * tl.load(weight_ptr + c).to(tl.float32)
             part = g * rstd
             if dresidual_ptr is not None:
-                part += tl.load(dresidual_ptr + offset + c, mask=mask, other=0.0).to(tl.float32)
+                value = tl.load(dresidual_ptr + offset + c, mask=mask, other=0.0)
+                rest = tl.load(dresidual_rest_ptr + offset + c, mask=mask, other=0)
+                part += stream.joined(value, rest)
             products += g * normal
             sums += (dweights[c // CHUNK] + dy * normal,)
             parts += (part,)
@@ -211,9 +218,8 @@ def _backward_kernel(
         factor = rstd * (tl.sum(products, 1) / C)[:, None]
         for c in tl.static_range(0, C, CHUNK):
             dx = parts[c // CHUNK] - normals[c // CHUNK] * factor
-            tl.store(dx_ptr + offset + c, dx, mask=mask)
-            if dx_low_ptr is not None:
-                tl.store(dx_low_ptr + offset + c, dx, mask=mask)
+            place = offset + c
+            stream.store(dx_ptr + place, dx_rest_ptr + place, dx, mask)
     dweight_ptr += worker * dweight_stride_w + program * dweight_stride_p + tl.arange(0, CHUNK)
     for c in tl.static_range(0, C, CHUNK):
         tl.store(dweight_ptr + c, tl.sum(dweights[c // CHUNK], 0))
@@ -255,18 +261,19 @@ def _tile(width: int) -> tuple[int, int]:
 
 
 def _launch_forward(
-    x: Tensor,
+    x: Stream,
     branch: Tensor | None,
     weight: Tensor,
     eps: float,
-    out: Tensor | None,
+    out: Stream | None,
     normed: Tensor,
     rstd: Tensor,
 ) -> None:
-    workers, rows, width = x.shape
+    workers, rows, width = normed.shape
     tile, chunk = _tile(width)
     _forward_kernel[(triton.cdiv(rows, tile), workers)](
-        *(x, branch, weight, weight.stride(0), eps, out if branch is not None else None),
+        *(*x, branch, weight, weight.stride(0), eps),
+        *(out if out is not None and branch is not None else (None, None)),
         *(normed, rstd, rows),
         C=width,
         ROWS=tile,
@@ -281,16 +288,16 @@ def _launch_backward(
     x: Tensor,
     weight: Tensor,
     rstd: Tensor,
-    dresidual: Tensor | None,
-    dx: Tensor,
-    dx_low: Tensor | None,
+    dresidual: Stream | None,
+    dx: Stream,
     dweight: Tensor,
 ) -> None:
     workers, rows, width = x.shape
     tile, chunk = _tile(width)
     _backward_kernel[(dweight.shape[1], workers)](
-        *(dnormed, row_scale, x, weight, weight.stride(0), rstd, dresidual, dx, dx_low),
-        *(dweight, dweight.stride(0), dweight.stride(1), rows),
+        *(dnormed, row_scale, x, weight, weight.stride(0), rstd),
+        *(dresidual or (None, None)),
+        *(*dx, dweight, dweight.stride(0), dweight.stride(1), rows),
         C=width,
         ROWS=tile,
         CHUNK=chunk,

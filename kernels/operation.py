@@ -27,7 +27,7 @@ class Operation(Generic[Arguments]):
         self.__doc__ = reference.__doc__
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        """Runs where the first argument, always a tensor, lies."""
-        first = args[0]
+        """Runs where the first argument, a tensor or a tuple of them, lies."""
+        first = args[0][0] if isinstance(args[0], tuple) else args[0]
         assert isinstance(first, torch.Tensor)
         (self.launch if first.is_cuda else self.reference)(*args, **kwargs)

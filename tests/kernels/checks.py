@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from tinyllm.kernels.operation import Operation
+from tinyllm.kernels.stream import Stream
 
 FLOAT32_EPS = 2.0**-23
 GUARD = 1_024.0
-"""Fills the storage around a tensor; exact in every dtype."""
+"""Fills the storage around a tensor; exact in every floating-point dtype."""
+BYTE_GUARD = 77
+"""The same for bytes."""
 
 INTERPRETED_LOW = torch.float16
 """Stands for bf16 in Triton's interpreter, which truncates to bf16 where a GPU rounds."""
@@ -31,7 +34,8 @@ def normal(
 ) -> Tensor:
     """Random values between guards, with ``gap`` guard elements between rows of the first axis."""
     size = torch.Size(shape[1:]).numel()
-    storage = torch.full((64 + shape[0] * (size + gap) + 64,), GUARD, dtype=dtype, device=device)
+    guard = GUARD if dtype.is_floating_point else BYTE_GUARD
+    storage = torch.full((64 + shape[0] * (size + gap) + 64,), guard, dtype=dtype, device=device)
     view = storage[64:-64].view(shape[0], size + gap)[:, :size].view(shape)
     return view.copy_(torch.randn(shape, device=device))
 
@@ -43,11 +47,29 @@ def poisoned(
     return normal(*shape, dtype=dtype, device=device, gap=gap).fill_(torch.nan)
 
 
+def normal_stream(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Stream:
+    """Random values of a residual stream, whose parts lie between guards."""
+    stream = poisoned_stream(*shape, dtype=dtype, device=device)
+    stream.take(torch.randn(shape, device=device))
+    return stream
+
+
+def poisoned_stream(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Stream:
+    """Room between guards for values of a residual stream."""
+    rest = normal(*shape, dtype=torch.int8, device=device).fill_(BYTE_GUARD)
+    return Stream(poisoned(*shape, dtype=dtype, device=device), rest)
+
+
 def replicas(arguments: Sequence[Any], double: bool = False) -> list[Any]:
     """Copies with the same strides, guards and aliases, if need be in float64."""
     storages: dict[int, Tensor] = {}
 
     def replica(value: Any) -> Any:
+        if isinstance(value, Stream):
+            copy = Stream(*map(replica, value))
+            if double:
+                copy.value.copy_(value.joined(torch.float32))
+            return copy
         if not isinstance(value, Tensor):
             return value
         pointer = value.untyped_storage().data_ptr()
@@ -97,9 +119,14 @@ def assert_accurate(
         error = (result.double() - truth).abs().max().item()
         allowed = plain_error + 8 * FLOAT32_EPS * terms**0.5 * truth.abs().max().item()
         assert error <= allowed, f"{name} errs by {error:.3g}; allowed {allowed:.3g}"
-    for argument, before in zip(kernel, arguments, strict=True):
-        if isinstance(argument, Tensor):
-            assert_surroundings_kept(argument, before)
+    for argument, before in zip(_tensors(kernel), _tensors(arguments), strict=True):
+        assert_surroundings_kept(argument, before)
+
+
+def _tensors(arguments: Sequence[Any]) -> list[Tensor]:
+    """All of them, those in streams too."""
+    parts = [[*each] if isinstance(each, Stream) else [each] for each in arguments]
+    return [part for each in parts for part in each if isinstance(part, Tensor)]
 
 
 def _storage(tensor: Tensor) -> Tensor:
