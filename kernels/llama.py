@@ -39,7 +39,7 @@ class LlamaTensors:
         norm_eps: ε of every RMSNorm.
         weights: For each module's stock name (qkv and gate_up fused) ``[W, …]``: matrices in the
             compute dtype, norm scales in fp32.
-        gradients: The same names, ``[W, …]`` fp32.
+        gradients: The same names, ``[W, …]`` fp32; empty where none are wanted.
         embedding: ``[W, V, C]`` fp32, from which tokens are looked up.
         cos, sin: Of rotary positions, ``[≥T, K/2]`` fp32.
     """
@@ -111,14 +111,14 @@ class _Branches(NamedTuple):
     feed_forward: Tensor
 
 
-class LlamaStep:
-    """One forward and backward over micro-batches of one shape.
+class LlamaLosses:
+    """One forward pass over batches of one shape, for their losses.
 
     Args:
         llama: The models.
         rows: ``[W, B, T+1]`` int64, read anew by every call.
         totals: Written, or added to.
-        accumulate: Whether gradients and totals are added to what is there.
+        accumulate: Whether totals are added to what is there.
     """
 
     def __init__(self, llama: LlamaTensors, rows: Tensor, totals: Totals, accumulate: bool) -> None:
@@ -130,22 +130,20 @@ class LlamaStep:
         self._length = row - 1
         self._tokens = sequences * self._length
         self._embedding = llama.weights[EMBEDDING]
-        self._partials = norm.partials(self._workers, self._tokens)
-        self._norm_gradients = _rows_of([llama.gradients[name] for name in llama.norms])
 
     def __call__(self) -> None:
-        """Runs both passes."""
-        factors = self._new_factors()
-        layers, last = self._forward(factors)
-        dnormed, row_scale = self._head(last)  # where the most memory is held
-        self._backward(layers, last, factors, dnormed, row_scale)
+        """Runs the pass."""
+        _, last = self._forward(self._new_factors(1))
+        self._loss(last)
 
-    def _new_factors(self) -> _Factors:
+    def _new_factors(self, kept: int) -> _Factors:
+        """Room for those of all layers, or for one that each of them takes over from the last."""
         width = self._embedding.shape[2]
         both = self._llama.weights["layers.0.mlp.gate_up_proj"].shape[1]
-        shape = (self._llama.layers, self._workers, self._tokens)
         widths = (width, 3 * width, width, both, both // 2)
-        return _Factors(*(self._embedding.new_empty(*shape, size) for size in widths))
+        shape = (kept, self._workers, self._tokens)
+        room = (self._embedding.new_empty(*shape, size) for size in widths)
+        return _Factors(*(each.expand(self._llama.layers, -1, -1, -1) for each in room))
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -189,8 +187,8 @@ class LlamaStep:
 
     # --- head -----------------------------------------------------------------------------------
 
-    def _head(self, x: _Normed) -> tuple[Tensor, Tensor]:
-        """The loss, and the gradient of the normalized ``x`` but for a factor of each row."""
+    def _loss(self, x: _Normed) -> tuple[Tensor, Tensor, Tensor]:
+        """The logits' gradients but for a factor of each row, x times this factor, and itself."""
         embedding, tokens = self._embedding, self._tokens
         vocab = embedding.shape[1]
         exps = x.out.new_empty(self._workers, tokens, head.padded(vocab))
@@ -200,11 +198,36 @@ class LlamaStep:
         tally = x.rstd.new_empty(self._workers, -(-tokens // head.FINISHED_ROWS), 2)
         head.finish(x.out, embedding, self._rows, exps, sums, inverse, scaled, tally)
         head.total(tally, *self._totals, self._accumulate)
-        dlogits = exps[:, :, :vocab]  # but for each row's factor `inverse`
-        weight_gradient(dlogits, scaled, self._llama.gradients[EMBEDDING], self._accumulate)
-        return input_gradient(dlogits, embedding), inverse
+        return exps[:, :, :vocab], scaled, inverse
 
-    # --- backward ---------------------------------------------------------------------------------
+
+class LlamaStep(LlamaLosses):
+    """One forward and backward pass over micro-batches of one shape.
+
+    Args:
+        llama: The models.
+        rows: ``[W, B, T+1]`` int64, read anew by every call.
+        totals: Written, or added to.
+        accumulate: Whether gradients and totals are added to what is there.
+    """
+
+    def __init__(self, llama: LlamaTensors, rows: Tensor, totals: Totals, accumulate: bool) -> None:
+        super().__init__(llama, rows, totals, accumulate)
+        self._partials = norm.partials(self._workers, self._tokens)
+        self._norm_gradients = _rows_of([llama.gradients[name] for name in llama.norms])
+
+    def __call__(self) -> None:
+        """Runs both passes."""
+        factors = self._new_factors(self._llama.layers)
+        layers, last = self._forward(factors)
+        dnormed, row_scale = self._head(last)  # where the most memory is held
+        self._backward(layers, last, factors, dnormed, row_scale)
+
+    def _head(self, x: _Normed) -> tuple[Tensor, Tensor]:
+        """The gradient of the normalized ``x`` but for a factor of each row."""
+        dlogits, scaled, inverse = self._loss(x)
+        weight_gradient(dlogits, scaled, self._llama.gradients[EMBEDDING], self._accumulate)
+        return input_gradient(dlogits, self._embedding), inverse
 
     def _backward(
         self,

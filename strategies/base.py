@@ -311,6 +311,11 @@ class ArenaStrategy(ProcessStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._evaluation.enter_context(self.average_bound())
+        tenant, engine = self._tenant, self._engine
+        if engine is not None and tenant is not None and tenant.average is not None:
+            losses = engine.losses(tenant.average)
+            if losses is not None:
+                self._evaluation.enter_context(tenant.token_losses_by(losses))
 
     @override
     def on_validation_end(self) -> None:

@@ -191,6 +191,18 @@ class Engine(Protocol):
         """
         ...
 
+    def losses(self, average: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+        """What evaluates rows faster than the module does.
+
+        Args:
+            average: ``[1, D]``, the model to evaluate, which stays as it is meanwhile.
+
+        Returns:
+            Takes token rows ``[B, T+1]``; gives their summed loss and number of targets, each
+            ``[1]``. None leaves it to the module.
+        """
+        ...
+
     def consensus_distance(self) -> tuple[Tensor, Tensor]:
         """``‖x_i − x̄‖`` of each local worker ``[W]`` after the last update, and ``‖x̄‖`` ``[1]``."""
         ...

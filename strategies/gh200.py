@@ -4,7 +4,7 @@ Everything that changes from one update to the next lies on the device: token ro
 mixing weights, counters, the failure flag. On a CPU the same calls run over the references.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,11 +25,13 @@ from tinyllm.kernels.adamw import (
     spread_norms,
 )
 from tinyllm.kernels.graph import CapturedCall
-from tinyllm.kernels.llama import LlamaStep, LlamaTensors, Totals
+from tinyllm.kernels.llama import LlamaStep, Totals
 from tinyllm.kernels.stage import Stage
 from tinyllm.metrics import UpdateMetrics
-from tinyllm.model import Llama
+from tinyllm.model import Llama, check_length
 from tinyllm.strategies.engine import Combine, GroupHyperparameters, Ranks, consensus_distance
+from tinyllm.strategies.gh200_evaluation import Gh200Evaluation
+from tinyllm.strategies.llama_tensors import llama_tensors
 from tinyllm.strategies.losses import check_rows
 
 SQUARES_PER_WORKER = 1_024
@@ -55,16 +57,15 @@ class Gh200Engine:
         self._ranks = ranks
         workers, device, dtype = arena.workers, arena.weights.device, arena.weights.dtype
         self._device = device
-        self._context = llama.config.context
         self._parameters = list(llama.parameters())
         self._shadowed: tuple[int, ...] | None = None
         # matrices in the compute dtype, written by every update
         self._shadow = (
             torch.empty_like(arena.weights, dtype=torch.bfloat16) if device.type == "cuda" else None
         )
-        self._llama = _tensors(
-            arena, arena.weights if self._shadow is None else self._shadow, llama
-        )
+        matrices = arena.weights if self._shadow is None else self._shadow
+        self._model = llama
+        self._llama = llama_tensors(llama, arena.layout, arena.weights, matrices, arena.gradients)
 
         self._results = torch.zeros(2, workers, dtype=dtype, device=device)  # loss and norm
         self._totals = Totals(
@@ -94,6 +95,7 @@ class Gh200Engine:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._rows: dict[tuple[int, int], Tensor] = {}
         self._calls: dict[tuple[Any, ...], CapturedCall] = {}
+        self._evaluation: Gh200Evaluation | None = None
         self._are_means = False
         self.updates = 0
 
@@ -125,11 +127,7 @@ class Gh200Engine:
         """Adds the gradients of a batch."""
         rows, workers = batch[0], self.arena.workers
         check_rows(rows, workers)
-        if rows.shape[1] - 1 > self._context:
-            raise ValueError(
-                f"{rows.shape[1] - 1} tokens exceed the model's context of {self._context}; "
-                "use shorter rows or a model with a longer context"
-            )
+        check_length(rows.shape[1] - 1, self._model.config)
         self._refresh_shadow()
         before = None if not self.pending else (self.nll.sum(), self.targets.sum())
         rows = rows.unflatten(0, (-1, workers)).transpose(0, 1)  # [W, B, T+1]
@@ -251,6 +249,26 @@ class Gh200Engine:
             combine(self.arena.weights, self.failed.bool())
             # the shadow follows at the next batch, since the weights' version has changed
 
+    # --- evaluation ---------------------------------------------------------------------------
+
+    def losses(self, average: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """Evaluates by the kernels."""
+        own = average is self.arena.weights
+        if own:
+            self._refresh_shadow()
+        if self._evaluation is None:
+            self._evaluation = self._new_evaluation(own)
+        self._evaluation.load(average)
+        return self._evaluation
+
+    @torch.inference_mode(False)  # whose tensors no graph could write at other times
+    def _new_evaluation(self, own: bool) -> Gh200Evaluation:
+        weights, matrices = self.arena.weights, self._shadow
+        if not own:  # one row, which takes the average
+            weights = torch.empty_like(weights[:1])
+            matrices = None if matrices is None else torch.empty_like(matrices[:1])
+        return Gh200Evaluation(self._model, self.arena.layout, weights, matrices, self._pool)
+
     # --- what is told -------------------------------------------------------------------------
 
     def consensus_distance(self) -> tuple[Tensor, Tensor]:
@@ -270,28 +288,8 @@ class Gh200Engine:
         for call in self._calls.values():
             call.release()
         self._calls.clear()
+        if self._evaluation is not None:
+            self._evaluation.release()
+            self._evaluation = None
         if self._pool is not None:
             torch._C._cuda_clearCublasWorkspaces()  # of streams that nobody uses any more
-
-
-def _tensors(arena: Arena, matrices: Tensor, llama: Llama) -> LlamaTensors:
-    """The arena as the step wants it: ``matrices`` holds the weights in the compute dtype."""
-    low, high, gradients = (
-        _by_module(arena.layout.views(flat)) for flat in (matrices, arena.weights, arena.gradients)
-    )
-    config = llama.config
-    return LlamaTensors(
-        layers=config.layers,
-        heads=config.heads,
-        norm_eps=config.norm_eps,
-        weights={name: low[name] if w.ndim > 2 else w for name, w in high.items()},
-        gradients=gradients,
-        embedding=high["embed_tokens"],
-        cos=llama.cos.to(arena.weights.dtype),
-        sin=llama.sin.to(arena.weights.dtype),
-    )
-
-
-def _by_module(views: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A TinyLLM's parameters by the name of the module inside its Llama."""
-    return {name.removeprefix("model.").removesuffix(".weight"): v for name, v in views.items()}

@@ -170,6 +170,9 @@ class NativeEngine:
         self._failed_update += first * self.next_update
         self.failed |= first
 
+    def losses(self, average: Tensor) -> None:
+        """The module is as fast."""
+
     def consensus_distance(self) -> tuple[Tensor, Tensor]:
         """``‖x_i − x̄‖`` of each local worker ``[W]`` after the last update, and ``‖x̄‖`` ``[1]``."""
         return consensus_distance(self.arena.weights, self._ranks)

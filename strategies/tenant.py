@@ -1,7 +1,7 @@
 """A LightningModule whose parameters live in an arena."""
 
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,7 @@ class Tenant:
         slots_in_optimizer: For each slot of the arena, which of the optimizer's parameters it is;
             frozen ones have no slot.
         extras: What a module's own ``training_step`` last returned beside its loss.
+        average: ``[1, D]``, what the module is while it is the average of all workers.
 
     Raises:
         MisconfigurationException: If several workers are to be packed and the module cannot.
@@ -56,11 +57,11 @@ class Tenant:
             )
         self.slots_in_optimizer: tuple[int, ...] = ()
         self.extras: dict[str, Any] = {}
+        self.average: Tensor | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._gradient_rows: list[tuple[Tensor, ...]] = []
         self._arena: Arena | None = None
-        self._average_bound = False
         self._has_said = False  # that a parameter without a gradient decays
 
     def compile(self) -> None:
@@ -212,19 +213,30 @@ class Tenant:
     @contextmanager
     def average_bound(self) -> Generator[None, None, None]:
         """Within it the module is the average of all workers of all ranks."""
-        if self._average_bound or self._arena is None:
+        if self.average is not None or self._arena is None:
             yield
             return
-        self._average_bound = True
-        self._bind(self._ranks.mean(self._arena.weights))
+        self.average = self._ranks.mean(self._arena.weights)
+        self._bind(self.average)
         own = self._bind_averaged_buffers()
         try:
             yield
         finally:
-            self._average_bound = False
+            self.average = None
             self._bind(self._arena.weights)
             for buffer, memory in own:
                 buffer.data = memory
+
+    @contextmanager
+    def token_losses_by(
+        self, losses: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> Generator[None, None, None]:
+        """Within it a TinyLLM's losses of token rows are made by ``losses``."""
+        vars(self._module)["token_losses"] = losses
+        try:
+            yield
+        finally:
+            del vars(self._module)["token_losses"]
 
     def _bind_averaged_buffers(self) -> list[tuple[Tensor, Tensor]]:
         """Gives averaged buffers memory of their own; returns each with what it had before."""

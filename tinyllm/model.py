@@ -35,6 +35,19 @@ def split_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows[..., :-1].clamp_min(0), rows[..., 1:]
 
 
+def check_length(tokens: int, config: LlamaConfig) -> None:
+    """Refuses rows with more tokens than the model knows positions.
+
+    Raises:
+        ValueError: If they are more than its context.
+    """
+    if tokens > config.context:
+        raise ValueError(
+            f"{tokens} tokens exceed the model's context of {config.context}; "
+            "use shorter rows or a model with a longer context"
+        )
+
+
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weightᵀ`` for each worker: ``[W, M, I]`` and ``[W, O, I]`` give ``[W, M, O]``."""
     if weight.shape[0] == 1:  # a plain GEMM has better kernels than a batch of one
@@ -230,11 +243,7 @@ class Llama(nn.Module):
             )
         if start and length > 1:
             raise ValueError(f"{length} tokens follow a cache; after the prompt give one at a time")
-        if start + length > self.config.context:
-            raise ValueError(
-                f"{start + length} tokens exceed the model's context of {self.config.context}; "
-                "use shorter rows or a model with a longer context"
-            )
+        check_length(start + length, self.config)
         embedding = self.embed_tokens.weight
         x = torch.stack([F.embedding(tokens[w], embedding[w]) for w in range(workers)])
         x = x.view(workers, batch * length, -1)
