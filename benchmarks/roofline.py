@@ -210,7 +210,7 @@ class Update:
         x = Stream(self.low(m, c), torch.empty_like(h, dtype=torch.int8))
         low_table *= 0.05
         exps = self.low(m, head.padded(v))
-        sums, inverse, scaled = self.high(head.tiles(v), m), self.high(m), self.low(m, c)
+        sums, inverse, scaled = self.high(head.tiles(v, c), m), self.high(m), self.low(m, c)
         tally = self.high(-(-m // head.FINISHED_ROWS), 2)
         dlogits = exps[:, :, :v]
         flop, logits, hidden = 2.0 * w * m * v * c, LOW * w * m * v, LOW * w * m * c

@@ -6,7 +6,8 @@ exponentials in range::
     e_v = exp(z_v − o)        S = Σ_v e_v        loss = log S + o − z_t
     dz_v = e_v / S − [v = t]
 
-The forward GEMM's epilogue stores e in the compute dtype and sums each row of a tile.
+The forward GEMM's epilogue stores e in the compute dtype and sums each row of a tile; on Hopper
+GPUs it is done while the next product runs (:mod:`tinyllm.kernels.head_hopper`).
 :data:`finish` then completes S and the loss, and replaces e_t by ``−R``, where R is ``S − e_t`` in
 the compute dtype; so ``dz = e / (R + e_t)`` with one factor per row, which the two backward GEMMs
 leave to their neighbours::
@@ -29,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tinyllm.kernels import head_hopper
 from tinyllm.kernels.operation import Operation
 
 IGNORED = -100
@@ -44,15 +46,17 @@ embedding would overflow, or lose digits as subnormal numbers."""
 FINISHED_ROWS = 16
 """Rows behind one entry of the tally."""
 
-TILE = 256
-"""Vocabulary entries behind one partial sum; rows of exponentials are padded to it with zeros."""
-
 _LOG2_E = 1.4426950408889634
 
 
-def tiles(vocab: int) -> int:
+def tile_columns(width: int) -> int:
+    """Vocabulary entries behind one partial sum: as many as a multiprocessor has memory for."""
+    return 256 if width <= 320 else 128
+
+
+def tiles(vocab: int, width: int) -> int:
     """Partial sums of a row."""
-    return -(-vocab // TILE)
+    return -(-vocab // tile_columns(width))
 
 
 def padded(vocab: int) -> int:
@@ -76,7 +80,7 @@ def _exponentials_reference(h: Tensor, embedding: Tensor, exps: Tensor, sums: Te
     values = torch.exp(torch.bmm(h, embedding.transpose(1, 2)).to(sums.dtype) - OFFSET)
     exps.zero_()
     exps[:, :, :vocab] = values
-    for tile, part in enumerate(values.split(TILE, dim=2)):
+    for tile, part in enumerate(values.split(tile_columns(h.shape[2]), dim=2)):
         sums[:, tile] = part.sum(2)
 
 
@@ -130,15 +134,18 @@ def _exponentials_kernel(
 
 def _launch_exponentials(h: Tensor, embedding: Tensor, exps: Tensor, sums: Tensor) -> None:
     workers, rows, width = h.shape
-    vocab = embedding.shape[1]
+    vocab, columns = embedding.shape[1], tile_columns(width)
+    if h.is_cuda and head_hopper.fits(h, columns):
+        head_hopper.exponentials(h, embedding, exps, sums, columns, OFFSET * _LOG2_E)
+        return
     block_m, block_k = 128, 64
-    tiles_m, tiles_n = triton.cdiv(rows, block_m), tiles(vocab)
+    tiles_m, tiles_n = triton.cdiv(rows, block_m), tiles(vocab, width)
     num_tiles = workers * tiles_m * tiles_n
     programs = _multiprocessors(h)
     _exponentials_kernel[(min(programs, num_tiles),)](
         TensorDescriptor.from_tensor(h, [1, block_m, block_k]),
-        TensorDescriptor.from_tensor(embedding, [1, TILE, block_k]),
-        TensorDescriptor.from_tensor(exps, [1, block_m, TILE // 2]),
+        TensorDescriptor.from_tensor(embedding, [1, columns, block_k]),
+        TensorDescriptor.from_tensor(exps, [1, block_m, columns // 2]),
         sums,
         rows,
         vocab,
@@ -147,9 +154,9 @@ def _launch_exponentials(h: Tensor, embedding: Tensor, exps: Tensor, sums: Tenso
         num_tiles,
         OFFSET_LOG2=OFFSET * _LOG2_E,
         C=width,
-        MASKED=vocab % TILE != 0,
+        MASKED=vocab % columns != 0,
         BLOCK_M=block_m,
-        BLOCK_N=TILE,
+        BLOCK_N=columns,
         BLOCK_K=block_k,
         PROGRAMS=programs,
         FLATTEN=True,

@@ -192,7 +192,7 @@ class LlamaLosses:
         embedding, tokens = self._embedding, self._tokens
         vocab = embedding.shape[1]
         exps = x.out.new_empty(self._workers, tokens, head.padded(vocab))
-        sums = x.rstd.new_empty(self._workers, head.tiles(vocab), tokens)
+        sums = x.rstd.new_empty(self._workers, head.tiles(*embedding.shape[1:]), tokens)
         head.exponentials(x.out, embedding, exps, sums)
         inverse, scaled = torch.empty_like(x.rstd), torch.empty_like(x.out)
         tally = x.rstd.new_empty(self._workers, -(-tokens // head.FINISHED_ROWS), 2)

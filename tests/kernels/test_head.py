@@ -71,7 +71,7 @@ def arguments(
         embedding,
         token_rows(workers, sequences, length, vocab, device),
         poisoned(workers, tokens, padded(vocab), **low),
-        poisoned(workers, tiles(vocab), tokens, **high),
+        poisoned(workers, tiles(vocab, width), tokens, **high),
         poisoned(workers, tokens, **high),
         poisoned(workers, tokens, width, **low),
         poisoned(workers, -(-tokens // FINISHED_ROWS), 2, **high),
@@ -216,7 +216,10 @@ def test_adds_to_earlier_micro_batches() -> None:
 
 # --- kernels in Triton's interpreter --------------------------------------------------------------
 
-SHAPES = [(2, 2, 7, 64, 300), (1, 5, 7, 128, 513), (3, 1, 7, 192, 256), (1, 19, 7, 64, 64)]
+SHAPES = [
+    *((2, 2, 7, 64, 300), (1, 5, 7, 128, 513), (3, 1, 7, 192, 256)),
+    *((1, 19, 7, 64, 64), (1, 3, 7, 384, 300)),
+]
 """W, B, T, C, V; no M is a multiple of a tile, 133 is more than one."""
 
 
@@ -301,10 +304,16 @@ def assert_as_good_as_pytorch(given: list[Any]) -> None:
     assert not exps[:, :, embedding.shape[1] :].any()
 
 
+GPU_SHAPES = [
+    *((1, 3, 7, 320, 32_001), (3, 11, 7, 128, 1_000), (1, 4, 512, 320, 32_000)),
+    *((2, 3, 700, 512, 4_001), (1, 5, 300, 640, 32_000)),
+    (1, 3, 7, 704, 1_000),  # too wide for the Hopper kernel
+    *((1, 17, 600, 320, 8_001), (3, 4, 1_024, 640, 1_024)),  # many rows, which change its memory
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "shape", [(1, 3, 7, 320, 32_001), (3, 11, 7, 128, 1_000), (1, 4, 512, 320, 32_000)]
-)
+@pytest.mark.parametrize("shape", GPU_SHAPES)
 def test_on_gpu(shape: tuple[int, ...]) -> None:
     assert_as_good_as_pytorch(arguments(*shape, dtype=torch.bfloat16, device="cuda"))
 
@@ -346,7 +355,7 @@ def test_exponentials_past_two_to_the_31_elements_on_gpu() -> None:
     h[:, -1] *= 400  # needs an offset of its own
     exps = torch.empty(1, tokens, padded(vocab), **low)
     exps[:, -9:] = torch.nan
-    sums = torch.empty(1, tiles(vocab), tokens, device="cuda")
+    sums = torch.empty(1, tiles(vocab, 64), tokens, device="cuda")
     inverse, scaled = torch.empty(1, tokens, device="cuda"), torch.empty_like(h)
     tally = torch.empty(1, -(-tokens // FINISHED_ROWS), 2, device="cuda")
     exponentials.launch(h, embedding, exps, sums)

@@ -1,0 +1,69 @@
+"""The Hopper kernel cannot be interpreted: here it is compiled, and its schedule is checked."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinyllm.kernels.head_hopper import schedule
+
+CASES = [
+    (width, columns, *room, vocab)
+    for width, columns in ((64, 256), (320, 256), (512, 128), (640, 128))
+    for room in ((4, 2), (6, 1))
+    for vocab in (32_000, 32_001)
+]
+"""Width, columns of a tile, slices and buffers in shared memory, vocabulary."""
+
+
+@pytest.mark.parametrize("programs", [1, 3, 132])
+@pytest.mark.parametrize("tiles_h", [1, 2, 32, 2_048])
+@pytest.mark.parametrize("tiles_e", [1, 7, 125, 132, 133, 1_000])
+def test_every_product_is_computed_once(tiles_e: int, tiles_h: int, programs: int) -> None:
+    shares = schedule(tiles_e, tiles_h, programs)
+    products = Counter(
+        (tile, row) for share in shares for tile, low, high in share for row in range(low, high)
+    )
+    assert set(products.values()) == {1}
+    assert len(products) == tiles_e * tiles_h
+    assert len(shares) == programs
+
+
+def cost(share: list[tuple[int, int, int]]) -> int:
+    return sum(high - low + 1 for _, low, high in share)
+
+
+@pytest.mark.parametrize(("tiles_e", "tiles_h"), [(125, 2_048), (1_000, 256), (250, 512)])
+def test_programs_have_as_much_to_do(tiles_e: int, tiles_h: int) -> None:
+    costs = [cost(share) for share in schedule(tiles_e, tiles_h, 132)]
+    assert max(costs) < 1.03 * sum(costs) / 132
+
+
+def test_few_products_are_not_dealt_out() -> None:
+    """Seven programs would have to fetch 125 tiles of the embedding for one product each."""
+    assert {len(share) for share in schedule(125, 32, 132)} == {0, 1}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Any]:
+    """What ``compile_hopper.py`` says, in a process in which Triton compiles."""
+    script = Path(__file__).with_name("compile_hopper.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(script), *(",".join(map(str, case)) for case in CASES)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_for_hopper(compiled: dict[str, Any], case: tuple[int, ...]) -> None:
+    kernel = compiled[",".join(map(str, case))]
+    assert kernel["products_are_asynchronous"]
+    assert kernel["shared_bytes"] <= 227 * 1024
+    assert kernel["spills"] <= (0 if case[-1] % case[1] == 0 else 8)  # masks need registers
