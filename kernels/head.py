@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tinyllm.kernels import head_hopper
+from tinyllm.kernels import head_hopper, hopper
 from tinyllm.kernels.operation import Operation
 
 IGNORED = -100
@@ -135,7 +135,7 @@ def _exponentials_kernel(
 def _launch_exponentials(h: Tensor, embedding: Tensor, exps: Tensor, sums: Tensor) -> None:
     workers, rows, width = h.shape
     vocab, columns = embedding.shape[1], tile_columns(width)
-    if h.is_cuda and head_hopper.fits(h, columns):
+    if hopper.fits(h, columns):
         head_hopper.exponentials(h, embedding, exps, sums, columns, OFFSET * _LOG2_E)
         return
     block_m, block_k = 128, 64

@@ -16,9 +16,9 @@ from tinyllm.kernels import attention, head, norm
 from tinyllm.kernels.attention import Attended
 from tinyllm.kernels.embedding import embed, embed_backward
 from tinyllm.kernels.gemm import input_gradient, linear, weight_gradient, weight_gradients
-from tinyllm.kernels.rope import rotate, rotate_back
+from tinyllm.kernels.rope import rotate_back, rotated_linear
 from tinyllm.kernels.stream import Stream
-from tinyllm.kernels.swiglu import swiglu, swiglu_backward
+from tinyllm.kernels.swiglu import swiglu_backward, swiglu_linear
 from tinyllm.kernels.views import at_even_distances
 
 EMBEDDING = "embed_tokens"
@@ -149,6 +149,7 @@ class LlamaLosses:
 
     def _forward(self, factors: _Factors) -> tuple[list[_Layer], _Normed]:
         weights, heads, length = self._llama.weights, self._llama.heads, self._length
+        cos, sin = self._llama.cos, self._llama.sin
         x = Stream.empty(factors.normed[0])
         embed(self._rows, self._llama.embedding, x)
         branch: Tensor | None = None
@@ -158,15 +159,15 @@ class LlamaLosses:
             qkv, gate_up = factors.qkv[index], factors.gate_up[index]
             out = factors.normed[index]
             x, before = self._norm(x, branch, f"{name}.input_layernorm", out)
-            linear(before.out, weights[f"{name}.self_attn.qkv_proj"], qkv)
-            rotate(qkv, self._llama.cos, self._llama.sin, heads, length)
+            weight = weights[f"{name}.self_attn.qkv_proj"]
+            rotated_linear(before.out, weight, cos, sin, heads, length, qkv)
             attended = attention.attend(qkv, heads, length)
             branch = linear(self._merged(attended), weights[f"{name}.self_attn.o_proj"])
             out = factors.middle[index]
             x, middle = self._norm(x, branch, f"{name}.post_attention_layernorm", out)
-            linear(middle.out, weights[f"{name}.mlp.gate_up_proj"], gate_up)
-            swiglu(gate_up, factors.activated[index])
-            branch = linear(factors.activated[index], weights[f"{name}.mlp.down_proj"])
+            activated = factors.activated[index]
+            swiglu_linear(middle.out, weights[f"{name}.mlp.gate_up_proj"], gate_up, activated)
+            branch = linear(activated, weights[f"{name}.mlp.down_proj"])
             layers.append(_Layer(before, attended, middle))
         _, last = self._norm(x, branch, FINAL_NORM, torch.empty_like(x.value))
         return layers, last

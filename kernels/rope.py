@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinyllm.kernels import linear_hopper
+from tinyllm.kernels.gemm import linear
 from tinyllm.kernels.operation import Operation
 
 _THREADS = 128
@@ -59,6 +61,24 @@ def _rotate_back(
         turned = _turn(gradient.transpose(1, 2), cos[:length], -sin[:length])
         packed[:, :, part].copy_(turned)
     packed[:, :, 2].copy_(dv.transpose(1, 2))
+
+
+def _rotated_linear(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int, length: int, qkv: Tensor
+) -> None:
+    """Packed queries, keys and values ``x · Wᵀ``, of which queries and keys are turned.
+
+    Args:
+        x: ``[W, M, C]`` compute dtype.
+        weight: ``[W, 3·C, C]`` compute dtype, with any stride between workers.
+        cos: ``[≥ T, K/2]`` stream dtype.
+        sin: The same.
+        heads: H; K is C / H.
+        length: T; M is a multiple of it.
+        qkv: ``[W, M, 3·C]`` compute dtype, takes the result.
+    """
+    linear(x, weight, qkv)
+    _rotate(qkv, cos, sin, heads, length)
 
 
 @triton.jit
@@ -159,6 +179,16 @@ def _launch_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, length: in
     )
 
 
+def _launch_rotated_linear(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int, length: int, qkv: Tensor
+) -> None:
+    if linear_hopper.fits(x) and x.shape[2] == heads * linear_hopper.HEAD:
+        linear_hopper.rotated(x, weight, cos, sin, heads, length, qkv)
+    else:
+        linear(x, weight, qkv)
+        _launch_rotate(qkv, cos, sin, heads, length)
+
+
 def _launch_rotate_back(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, dqkv: Tensor
 ) -> None:
@@ -174,4 +204,5 @@ def _launch_rotate_back(
 
 
 rotate = Operation(_rotate, _launch_rotate)
+rotated_linear = Operation(_rotated_linear, _launch_rotated_linear)
 rotate_back = Operation(_rotate_back, _launch_rotate_back)

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinyllm.kernels import linear_hopper
+from tinyllm.kernels.gemm import linear
 from tinyllm.kernels.operation import Operation
 
 _THREADS = 128
@@ -34,6 +36,19 @@ def _swiglu(gate_up: Tensor, activated: Tensor) -> None:
     """
     gate, up = _halves(gate_up)
     activated.copy_(gate * gate.sigmoid() * up)
+
+
+def _swiglu_linear(x: Tensor, weight: Tensor, gate_up: Tensor, activated: Tensor) -> None:
+    """Gate and up-projection ``x · Wᵀ``, and the activation.
+
+    Args:
+        x: ``[W, M, C]`` compute dtype.
+        weight: ``[W, 2·F, C]`` compute dtype, gates first, with any stride between workers.
+        gate_up: ``[W, M, 2·F]`` compute dtype, takes both.
+        activated: ``[W, M, F]`` compute dtype, takes silu(gate)·up.
+    """
+    linear(x, weight, gate_up)
+    _swiglu(gate_up, activated)
 
 
 def _swiglu_backward(dactivated: Tensor, gate_up: Tensor, dgate_up: Tensor) -> None:
@@ -114,6 +129,14 @@ def _launch_forward(gate_up: Tensor, activated: Tensor) -> None:
     )
 
 
+def _launch_linear(x: Tensor, weight: Tensor, gate_up: Tensor, activated: Tensor) -> None:
+    if linear_hopper.fits(x) and activated.shape[2] % linear_hopper.gates_of(x.shape[2]) == 0:
+        linear_hopper.swiglu(x, weight, gate_up, activated)
+    else:
+        linear(x, weight, gate_up)
+        _launch_forward(gate_up, activated)
+
+
 def _launch_backward(dactivated: Tensor, gate_up: Tensor, dgate_up: Tensor) -> None:
     width = dactivated.shape[-1]
     count, tile, segment = _tile(dactivated.numel(), width)
@@ -127,4 +150,5 @@ def _launch_backward(dactivated: Tensor, gate_up: Tensor, dgate_up: Tensor) -> N
 
 
 swiglu = Operation(_swiglu, _launch_forward)
+swiglu_linear = Operation(_swiglu_linear, _launch_linear)
 swiglu_backward = Operation(_swiglu_backward, _launch_backward)

@@ -1,6 +1,6 @@
-"""Compiles the head's Hopper kernel for each case given; prints what came out as JSON.
+"""Compiles Hopper kernels for each case given; prints what came out as JSON.
 
-Needs no GPU. A case is C,COLUMNS,STAGES,BUFFERS,V.
+Needs no GPU. A case is FINISH,C,ROWS,V.
 """
 
 import json
@@ -16,7 +16,15 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tinyllm.kernels.head_hopper import DEPTH, ROWS, exponentials_kernel
+from tinyllm.kernels import hopper
+from tinyllm.kernels.head_hopper import finish_exponentials
+from tinyllm.kernels.linear_hopper import columns_of, finish_rotation, finish_swiglu
+
+FINISH = {
+    "exponentials": (finish_exponentials, 1, ("*fp32", "fp32", "i32", "i32", "constexpr")),
+    "rotation": (finish_rotation, 1, ("*fp32", "*fp32", "i32", "i32")),
+    "swiglu": (finish_swiglu, 2, ("i32",)),
+}
 
 
 def described(rows: int, columns: int) -> str:
@@ -25,32 +33,35 @@ def described(rows: int, columns: int) -> str:
     return f"tensordesc<bf16{block},{layout!r}>"
 
 
-def compiled(width: int, columns: int, stages: int, buffers: int, vocab: int) -> Any:
+def compiled(name: str, width: int, rows: int, vocab: int) -> Any:
+    finish, boxes, extra = FINISH[name]
+    kernel, columns = hopper.product_kernel, columns_of(width)
+    stages, buffers = hopper.slices_and_buffers(columns, width, rows)
     constants = {
-        "OFFSET_LOG2": 7.0,
+        "FINISH": finish,
         "C": width,
         "COLUMNS": columns,
+        "BOXES": boxes,
         "STAGES": stages,
         "BUFFERS": buffers,
-        "MASKED": vocab % columns != 0,
     }
     signature = {
-        "h_desc": described(ROWS, DEPTH),
-        "e_desc": described(columns, DEPTH),
-        "exps_desc": described(ROWS, columns // 4),
-        "sums": "*fp32",
+        "x_desc": described(hopper.ROWS, hopper.DEPTH),
+        "w_desc": described(columns // boxes, hopper.DEPTH),
+        "out_desc": described(hopper.ROWS, hopper.PART),
+        "other_desc": described(hopper.ROWS, hopper.PART),
         "segments": "*i32",
         "starts": "*i32",
-        **dict.fromkeys(("rows", "vocab", "tiles_n"), "i32"),
+        "tiles_n": "i32",
+        "piece": "i32",
+        "extra": extra,
         **dict.fromkeys(constants, "constexpr"),
     }
-    places = {name: (i,) for i, name in enumerate(exponentials_kernel.arg_names)}
-    source = GluonASTSource(
-        fn=exponentials_kernel,
-        signature=signature,
-        constexprs={places[name]: value for name, value in constants.items()},
-        attrs={places[name]: [["tt.divisibility", 16]] for name in ("sums", "rows")},
-    )
+    places = {name: (i,) for i, name in enumerate(kernel.arg_names)}
+    constexprs = {places[name]: value for name, value in constants.items()}
+    if name == "exponentials":
+        constexprs[(*places["extra"], 4)] = vocab % columns != 0
+    source = GluonASTSource(fn=kernel, signature=signature, constexprs=constexprs)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
@@ -68,7 +79,8 @@ def spills(cubin: bytes) -> int:
 def main() -> None:
     result = {}
     for case in sys.argv[1:]:
-        kernel = compiled(*map(int, case.split(",")))
+        name, *numbers = case.split(",")
+        kernel = compiled(name, *map(int, numbers))
         result[case] = {
             "products_are_asynchronous": "wgmma.mma_async" in kernel.asm["ptx"],
             "shared_bytes": kernel.metadata.shared,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinyllm.kernels.rope import rotate, rotate_back
+from tinyllm.kernels.rope import rotate, rotate_back, rotated_linear
 
 from .checks import INTERPRETED_LOW, assert_accurate, interpreted, normal, poisoned
 
@@ -26,6 +26,19 @@ def rotate_arguments(
     qkv = normal(workers, batch * length, 3 * heads * width, dtype=low, device=device)
     cos, sin = tables(length, width, device)
     return [qkv, cos, sin, heads, length]
+
+
+def linear_arguments(
+    *shape: int, low: torch.dtype = torch.float32, device: str = "cpu"
+) -> list[Any]:
+    workers, batch, length, heads, width = shape
+    inner, tokens = heads * width, batch * length
+    weight = normal(workers, 3 * inner, inner, dtype=low, device=device, gap=64)
+    weight *= inner**-0.5
+    cos, sin = tables(length, width, device)
+    qkv = poisoned(workers, tokens, 3 * inner, dtype=low, device=device)
+    x = normal(workers, tokens, inner, dtype=low, device=device)
+    return [x, weight, cos, sin, heads, length, qkv]
 
 
 def back_arguments(*shape: int, low: torch.dtype = torch.float32, device: str = "cpu") -> list[Any]:
@@ -97,6 +110,12 @@ def test_rotate_back_kernel(shape: tuple[int, ...], low: torch.dtype) -> None:
     assert_accurate(rotate_back, back_arguments(*shape, low=low), last)
 
 
+@interpreted
+@pytest.mark.parametrize("shape", SHAPES)
+def test_linear_kernel(shape: tuple[int, ...]) -> None:
+    assert_accurate(rotated_linear, linear_arguments(*shape), last, terms=shape[3] * shape[4])
+
+
 GPU_SHAPES = [(3, 2, 7, 5, 64), (1, 4, 512, 5, 64), (3, 2, 128, 10, 64), (1, 2, 65, 4, 128)]
 
 
@@ -137,3 +156,17 @@ def test_tokens_past_two_to_the_31_elements_on_gpu() -> None:
     torch.testing.assert_close(
         heads_of(dqkv[:, -length:].double(), 1, length), expected, rtol=2.0**-8, atol=1e-6
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((3, 2, 7, 5, 64), (1, 4, 512, 5, 64), (1, 17, 600, 5, 64), (8, 2, 128, 5, 64)),
+        *((2, 3, 100, 8, 64), (1, 9, 1_024, 10, 64), (3, 2, 33, 1, 64)),
+        (2, 2, 65, 3, 32),  # heads that are not the Hopper kernel's
+    ],
+)
+def test_linear_on_gpu(shape: tuple[int, ...]) -> None:
+    arguments = linear_arguments(*shape, low=torch.bfloat16, device="cuda")
+    assert_accurate(rotated_linear, arguments, last, terms=shape[3] * shape[4])

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinyllm.kernels.swiglu import swiglu, swiglu_backward
+from tinyllm.kernels.swiglu import swiglu, swiglu_backward, swiglu_linear
 
 from .checks import INTERPRETED_LOW, assert_accurate, interpreted, normal, poisoned
 
@@ -93,6 +93,44 @@ def test_forward_kernel(shape: tuple[int, ...], low: torch.dtype) -> None:
 def test_backward_kernel(shape: tuple[int, ...], low: torch.dtype, in_place: bool) -> None:
     arguments = backward_arguments(*shape, low=low, in_place=in_place)
     assert_accurate(swiglu_backward, arguments, last)
+
+
+def linear_arguments(
+    *shape: int, low: torch.dtype = torch.float32, device: str = "cpu"
+) -> list[Any]:
+    workers, tokens, inner, width = shape
+    weight = normal(workers, 2 * width, inner, dtype=low, device=device, gap=64)
+    weight *= inner**-0.5
+    return [
+        normal(workers, tokens, inner, dtype=low, device=device),
+        weight,
+        poisoned(workers, tokens, 2 * width, dtype=low, device=device),
+        poisoned(workers, tokens, width, dtype=low, device=device),
+    ]
+
+
+def both(*arguments: Any) -> dict[str, Tensor]:
+    return {"gate_up": arguments[2], "activated": arguments[3]}
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(2, 7, 64, 96), (1, 33, 32, 64)])
+def test_linear_kernel(shape: tuple[int, ...]) -> None:
+    assert_accurate(swiglu_linear, linear_arguments(*shape), both, terms=shape[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((3, 7, 320, 896), (1, 2_048, 320, 896), (1, 10_007, 320, 896), (8, 256, 320, 896)),
+        *((2, 300, 512, 1_408), (1, 9_001, 640, 1_792), (2, 77, 64, 128)),
+        (2, 77, 320, 192),  # a tile has 128 gates
+    ],
+)
+def test_linear_on_gpu(shape: tuple[int, ...]) -> None:
+    arguments = linear_arguments(*shape, low=torch.bfloat16, device="cuda")
+    assert_accurate(swiglu_linear, arguments, both, terms=shape[2])
 
 
 GPU_SHAPES = [(3, 7, 896), (1, 2_048, 896), (3, 512, 1_408), (1, 1_031, 1_792)]

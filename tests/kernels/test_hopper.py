@@ -1,4 +1,4 @@
-"""The Hopper kernel cannot be interpreted: here it is compiled, and its schedule is checked."""
+"""Hopper kernels cannot be interpreted: here they are compiled, and their schedule is checked."""
 
 import json
 import os
@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from tinyllm.kernels.head_hopper import schedule
+from tinyllm.kernels.hopper import schedule
 
 CASES = [
-    (width, columns, *room, vocab)
-    for width, columns in ((64, 256), (320, 256), (512, 128), (640, 128))
-    for room in ((4, 2), (6, 1))
-    for vocab in (32_000, 32_001)
+    (name, width, rows, vocab)
+    for name in ("exponentials", "rotation", "swiglu")
+    for width in (64, 320, 512, 640)
+    for rows in (2_048, 131_072)
+    for vocab in ((32_000, 32_001) if name == "exponentials" else (0,))
 ]
-"""Width, columns of a tile, slices and buffers in shared memory, vocabulary."""
+"""What is done with a product, C, W·M, V."""
 
 
 @pytest.mark.parametrize("programs", [1, 3, 132])
@@ -45,7 +46,7 @@ def test_programs_have_as_much_to_do(tiles_e: int, tiles_h: int) -> None:
 
 
 def test_few_products_are_not_dealt_out() -> None:
-    """Seven programs would have to fetch 125 tiles of the embedding for one product each."""
+    """Seven programs would have to fetch 125 tiles of the weight for one product each."""
     assert {len(share) for share in schedule(125, 32, 132)} == {0, 1}
 
 
@@ -62,8 +63,8 @@ def compiled() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_compiles_for_hopper(compiled: dict[str, Any], case: tuple[int, ...]) -> None:
+def test_compiles_for_hopper(compiled: dict[str, Any], case: tuple[Any, ...]) -> None:
     kernel = compiled[",".join(map(str, case))]
     assert kernel["products_are_asynchronous"]
     assert kernel["shared_bytes"] <= 227 * 1024
-    assert kernel["spills"] <= (0 if case[-1] % case[1] == 0 else 8)  # masks need registers
+    assert kernel["spills"] <= 16  # of the producer, and where columns are masked

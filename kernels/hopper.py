@@ -1,0 +1,365 @@
+"""Products ``x · Wᵀ`` on Hopper GPUs whose results are worked on while the next product runs.
+
+A program keeps a tile of the weight in shared memory and lets all rows of x pass by. A warp brings
+them there with the copy engine, a slice of columns at a time. Two groups of four warps take turns
+with tiles of 64 rows: while one's product is on the tensor cores, the other finishes its own, in
+registers, and sends results out. That pays where a product's inner length is short, so that results
+outweigh the operands: :mod:`tinyllm.kernels.head_hopper` and :mod:`tinyllm.kernels.linear_hopper`.
+"""
+
+# kernels are typed by Triton
+# mypy: disable-error-code="no-untyped-def"
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import debug_barrier
+
+ROWS = 64
+"""Of a tile of x; the tensor cores take as many from four warps."""
+
+DEPTH = 64
+"""Columns of x in a slice."""
+
+PART = 64
+"""Columns of a result that are sent out together."""
+
+_SHARED_BYTES = 227 * 1024
+_SLICE_BYTES = ROWS * DEPTH * 2
+_BARRIER_BYTES = 1_024
+"""Enough for all barriers."""
+
+_FEW_ROWS = 8_192
+"""Up to which x lies in the L2 cache, and a second buffer for results is worth more than slices."""
+
+
+def fits(x: Tensor, columns: int) -> bool:
+    """Whether products can run where ``x`` lies, with tiles of so many columns of the result."""
+    return (
+        x.dtype == torch.bfloat16
+        and x.is_cuda
+        and torch.cuda.get_device_capability(x.device) == (9, 0)
+        and x.shape[-1] % DEPTH == 0
+        and _room(columns, x.shape[-1]) >= 8 * _SLICE_BYTES
+    )
+
+
+def _room(columns: int, width: int) -> int:
+    """Bytes beside a tile of the weight."""
+    return _SHARED_BYTES - _BARRIER_BYTES - 2 * columns * width
+
+
+def slices_and_buffers(columns: int, width: int, rows: int) -> tuple[int, int]:
+    """How many slices of x, and how many buffers for each consumer's results, shared memory has."""
+    if _room(columns, width) >= 12 * _SLICE_BYTES:
+        return 8, 2
+    return (4, 2) if rows <= _FEW_ROWS else (6, 1)
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    outputs: Sequence[Tensor],
+    *,
+    finish: Any,
+    extra: tuple[Any, ...],
+    columns: int,
+    boxes: int = 1,
+) -> None:
+    """Launches products of all workers.
+
+    Args:
+        x: ``[W, M, C]`` bf16.
+        weight: ``[W, N, C]`` bf16.
+        outputs: One or two ``[W, M, ·]`` bf16, which ``finish`` sends results to.
+        finish: A Gluon function that works on a tile; see :func:`_consume`.
+        extra: What it takes beside.
+        columns: Rows of the weight in a tile: columns of the result.
+        boxes: From as many equal pieces of the weight a tile is put together.
+    """
+    workers, rows, width = x.shape
+    piece = weight.shape[1] // boxes
+    tiles_m, tiles_n = triton.cdiv(rows, ROWS), triton.cdiv(piece, columns // boxes)
+    stages, buffers = slices_and_buffers(columns, width, workers * rows)
+    segments, starts = _on_device(workers * tiles_n, tiles_m, x.device)
+    product_kernel[(len(starts) - 1,)](
+        _descriptor(x, ROWS, DEPTH),
+        _descriptor(weight, columns // boxes, DEPTH),
+        _descriptor(outputs[0], ROWS, PART),
+        _descriptor(outputs[-1], ROWS, PART),
+        *(segments, starts, tiles_n, piece, extra),
+        FINISH=finish,
+        C=width,
+        COLUMNS=columns,
+        BOXES=boxes,
+        STAGES=stages,
+        BUFFERS=buffers,
+        num_warps=4,
+    )
+
+
+def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """How the copy engine takes blocks of a tensor ``[W, ·, ·]``."""
+    block = [1, rows, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    return TensorDescriptor.from_tensor(tensor, block, layout)
+
+
+# --- which tiles a program computes ---------------------------------------------------------------
+
+Segment = tuple[int, int, int]
+"""A tile of the weight, and the first and last (exclusive) tile of x that go with it."""
+
+
+def schedule(tiles_w: int, tiles_x: int, programs: int) -> list[list[Segment]]:
+    """Deals products of tiles out to programs, each about as many.
+
+    A program takes whole tiles of the weight one after the other. If some are left over, as many
+    programs take one more each, and leave its last products to those that have none. All begin
+    with the first rows of x, so that these are read once for all of them.
+
+    Args:
+        tiles_w: Tiles of the weight, of all workers.
+        tiles_x: Tiles of x that go with each of them.
+        programs: Number of programs.
+    """
+    shares: list[list[Segment]] = [
+        [(tile, 0, tiles_x) for tile in range(program, tiles_w, programs)]
+        for program in range(programs)
+    ]
+    over = tiles_w % programs
+    if over == 0:
+        return shares
+    kept = triton.cdiv(over * tiles_x, programs)
+    left = [(tile, row) for tile in range(tiles_w - over, tiles_w) for row in range(kept, tiles_x)]
+    share = triton.cdiv(len(left), programs - over)
+    if share + triton.cdiv(share, max(1, tiles_x - kept)) > tiles_x:
+        return shares  # fetching a tile of the weight takes as long as a product
+    for program in range(over):
+        tile, first, _ = shares[program][-1]
+        shares[program][-1] = (tile, first, kept)
+    for number, program in enumerate(range(over, programs)):
+        rows: dict[int, list[int]] = {}
+        for tile, row in left[number * share : (number + 1) * share]:
+            rows.setdefault(tile, []).append(row)
+        shares[program] += [(tile, own[0], own[-1] + 1) for tile, own in rows.items()]
+    return shares
+
+
+@cache
+def _on_device(tiles_w: int, tiles_x: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Segments of all programs ``[·, 3]``, and where those of each begin and the last end."""
+    programs = torch.cuda.get_device_properties(device).multi_processor_count
+    shares = [share for share in schedule(tiles_w, tiles_x, programs) if share]
+    starts = [0]
+    for share in shares:
+        starts.append(starts[-1] + len(share))
+    segments = [segment for share in shares for segment in share]
+    return (
+        torch.tensor(segments, dtype=torch.int32, device=device),
+        torch.tensor(starts, dtype=torch.int32, device=device),
+    )
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _segment(segments, number, tiles_n):
+    """Worker, tile of its weight, and the tiles of x from the first to the last."""
+    place = segments + 3 * number
+    tile = gl.load(place)
+    return tile // tiles_n, tile % tiles_n, gl.load(place + 1), gl.load(place + 2)
+
+
+@gluon.jit
+def _produce(work, memory, x_desc, w_desc, piece):
+    """Brings tiles of the weight, and slices of x in a ring."""
+    segments, starts, tiles_n = work
+    slices, w_tile, filled, emptied, w_filled, w_emptied = memory
+    STEPS: gl.constexpr = w_tile.shape[0]
+    BOXES: gl.constexpr = w_tile.shape[1]
+    BOX: gl.constexpr = w_tile.shape[2]
+    STAGES: gl.constexpr = slices.shape[0]
+    ROWS: gl.constexpr = slices.shape[2]
+    DEPTH: gl.constexpr = slices.shape[3]
+    first = gl.load(starts + gl.program_id(0))
+    count = gl.load(starts + gl.program_id(0) + 1) - first
+    step = 0
+    for number in range(count):
+        worker, tile_n, low, high = _segment(segments, first + number, tiles_n)
+        mbarrier.wait(w_emptied, (number & 1) ^ 1)
+        mbarrier.expect(w_filled, STEPS * BOXES * BOX * DEPTH * 2)
+        for k in gl.static_range(STEPS):
+            for box in gl.static_range(BOXES):
+                place = [worker, box * piece + tile_n * BOX, k * DEPTH]
+                into = w_tile.index(k).slice(box, 1, dim=0)
+                tma.async_copy_global_to_shared(w_desc, place, w_filled, into)
+        for tile in range(low, high):
+            for k in gl.static_range(STEPS):
+                slot = step % STAGES
+                mbarrier.wait(emptied.index(slot), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(filled.index(slot), ROWS * DEPTH * 2)
+                place = [worker, tile * ROWS, k * DEPTH]
+                tma.async_copy_global_to_shared(
+                    x_desc, place, filled.index(slot), slices.index(slot)
+                )
+                step += 1
+
+
+@gluon.jit
+def halves(z):
+    """A tile ``[M, N]`` as two ``[M, N/2]``."""
+    return z.reshape([z.shape[0], 2, z.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def parts(z):
+    """A tile of 128 or 256 columns as two or four of 64."""
+    result = halves(z)
+    if z.shape[1] == 256:
+        result = halves(result[0]) + halves(result[1])
+    return result
+
+
+@gluon.jit
+def send(z, out_desc, place, buffers, NUMBER: gl.constexpr):
+    """Stores a part of a result ``[64, 64]`` at ``place``, by way of a buffer."""
+    BUFFERS: gl.constexpr = buffers.shape[0]
+    buffer = buffers.index(NUMBER % BUFFERS)
+    tma.store_wait(BUFFERS - 1)  # what was sent from this buffer has left it
+    debug_barrier()
+    buffer.store(z.to(gl.bfloat16).reshape([1, z.shape[0], z.shape[1]]))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, place, buffer)
+
+
+@gluon.jit
+def _consume(
+    work,
+    memory,
+    outputs,
+    buffers,
+    my_turn,
+    others_turn,
+    extra,
+    WHICH: gl.constexpr,
+    FINISH: gl.constexpr,
+):
+    """Every other tile of x: the product z ``[64, COLUMNS]`` in fp32, then ``FINISH``.
+
+    That takes z, the worker, its first row, the number of its tile of the weight and how many there
+    are, output descriptors, buffers for :func:`send`, and what was given as extra.
+    """
+    segments, starts, tiles_n = work
+    slices, w_tile, filled, emptied, w_filled, w_emptied = memory
+    STEPS: gl.constexpr = w_tile.shape[0]
+    COLUMNS: gl.constexpr = w_tile.shape[1] * w_tile.shape[2]
+    STAGES: gl.constexpr = slices.shape[0]
+    ROWS: gl.constexpr = slices.shape[2]
+    DEPTH: gl.constexpr = slices.shape[3]
+    ACCUMULATOR: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
+    )
+    first = gl.load(starts + gl.program_id(0))
+    count = gl.load(starts + gl.program_id(0) + 1) - first
+    before = 0  # tiles of both consumers in earlier segments
+    turns = 0
+    for number in range(count):
+        worker, tile_n, low, high = _segment(segments, first + number, tiles_n)
+        mbarrier.wait(w_filled, number & 1)
+        for tile in range((before + WHICH) & 1, high - low, 2):
+            step = (before + tile) * STEPS
+            # the other consumer has given the tensor cores all of the tile before
+            mbarrier.wait(my_turn, (turns & 1) ^ (1 - WHICH))
+            z = warpgroup_mma_init(gl.zeros((ROWS, COLUMNS), gl.float32, ACCUMULATOR))
+            for k in gl.static_range(STEPS):
+                slot = (step + k) % STAGES
+                mbarrier.wait(filled.index(slot), ((step + k) // STAGES) & 1)
+                a = slices.index(slot).reshape([ROWS, DEPTH])
+                b = w_tile.index(k).reshape([COLUMNS, DEPTH]).permute((1, 0))
+                z = warpgroup_mma(a, b, z, use_acc=k > 0, is_async=True)
+                if k == STEPS - 1:
+                    mbarrier.arrive(others_turn)
+                if k > 0:
+                    z = warpgroup_mma_wait(1, deps=(z,))
+                    mbarrier.arrive(emptied.index((step + k - 1) % STAGES))
+            z = warpgroup_mma_wait(0, deps=(z,))
+            mbarrier.arrive(emptied.index((step + STEPS - 1) % STAGES))
+            turns += 1
+            FINISH(z, worker, (low + tile) * ROWS, tile_n, tiles_n, outputs, buffers, extra)
+        mbarrier.arrive(w_emptied)
+        before += high - low
+    tma.store_wait(0)
+
+
+@gluon.jit
+def product_kernel(
+    x_desc,
+    w_desc,
+    out_desc,
+    other_desc,
+    segments,
+    starts,
+    tiles_n,
+    piece,
+    extra,
+    FINISH: gl.constexpr,
+    C: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    BOXES: gl.constexpr,
+    STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """A program: its segments, by a producer and two consumers."""
+    ROWS: gl.constexpr = x_desc.block_type.shape[1]
+    DEPTH: gl.constexpr = x_desc.block_type.shape[2]
+    PART: gl.constexpr = out_desc.block_type.shape[2]
+    w_shape: gl.constexpr = [C // DEPTH, BOXES, COLUMNS // BOXES, DEPTH]
+    w_tile = gl.allocate_shared_memory(gl.bfloat16, w_shape, w_desc.layout)
+    slices = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, ROWS, DEPTH], x_desc.layout)
+    out: gl.constexpr = [BUFFERS, 1, ROWS, PART]
+    out_0 = gl.allocate_shared_memory(gl.bfloat16, out, out_desc.layout)
+    out_1 = gl.allocate_shared_memory(gl.bfloat16, out, out_desc.layout)
+    ring: gl.constexpr = [STAGES, 1]
+    filled = gl.allocate_shared_memory(gl.int64, ring, mbarrier.MBarrierLayout())
+    emptied = gl.allocate_shared_memory(gl.int64, ring, mbarrier.MBarrierLayout())
+    w_filled = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    w_emptied = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn_0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn_1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(filled.index(slot), 1)
+        mbarrier.init(emptied.index(slot), 1)
+    mbarrier.init(w_filled, 1)
+    mbarrier.init(w_emptied, 2)
+    mbarrier.init(turn_0, 1)
+    mbarrier.init(turn_1, 1)
+    fence_async_shared()
+    work = (segments, starts, tiles_n)
+    memory = (slices, w_tile, filled, emptied, w_filled, w_emptied)
+    outputs = (out_desc, other_desc)
+    gl.warp_specialize(
+        [
+            (_consume, (work, memory, outputs, out_0, turn_0, turn_1, extra, 0, FINISH)),
+            (_consume, (work, memory, outputs, out_1, turn_1, turn_0, extra, 1, FINISH)),
+            (_produce, (work, memory, x_desc, w_desc, piece)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
