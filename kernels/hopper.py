@@ -80,6 +80,8 @@ def launch(
     extra: tuple[Any, ...],
     columns: int,
     boxes: int = 1,
+    fetch: Any = None,
+    transposed: bool = False,
 ) -> None:
     """Launches products of all workers.
 
@@ -91,19 +93,24 @@ def launch(
         extra: What it takes beside.
         columns: Rows of the weight in a tile: columns of the result.
         boxes: From as many equal pieces of the weight a tile is put together.
+        fetch: A Gluon function that begins to load what ``finish`` wants; see :func:`_consume`.
+        transposed: Whether the weight is ``[W, C, N]``.
     """
     workers, rows, width = x.shape
-    piece = weight.shape[1] // boxes
+    piece = weight.shape[2 if transposed else 1] // boxes
+    tile = (DEPTH, columns) if transposed else (columns // boxes, DEPTH)
     tiles_m, tiles_n = triton.cdiv(rows, ROWS), triton.cdiv(piece, columns // boxes)
     stages, buffers = slices_and_buffers(columns, width, workers * rows)
     segments, starts = _on_device(workers * tiles_n, tiles_m, x.device)
     product_kernel[(len(starts) - 1,)](
         _descriptor(x, ROWS, DEPTH),
-        _descriptor(weight, columns // boxes, DEPTH),
+        _descriptor(weight, *tile),
         _descriptor(outputs[0], ROWS, PART),
         _descriptor(outputs[-1], ROWS, PART),
         *(segments, starts, tiles_n, piece, extra),
+        FETCH=fetch or fetch_nothing,
         FINISH=finish,
+        TRANSPOSED=transposed,
         C=width,
         COLUMNS=columns,
         BOXES=boxes,
@@ -129,35 +136,40 @@ Segment = tuple[int, int, int]
 def schedule(tiles_w: int, tiles_x: int, programs: int) -> list[list[Segment]]:
     """Deals products of tiles out to programs, each about as many.
 
-    A program takes whole tiles of the weight one after the other. If some are left over, as many
-    programs take one more each, and leave its last products to those that have none. All begin
-    with the first rows of x, so that these are read once for all of them.
+    A program takes whole tiles of the weight one after the other. Tiles that are left over have a
+    program or several each, which take equal pieces of x, the same pieces at the same time; what
+    remains of x goes to programs that have none. So each row of x is read from memory about once.
 
     Args:
         tiles_w: Tiles of the weight, of all workers.
         tiles_x: Tiles of x that go with each of them.
         programs: Number of programs.
     """
+    whole, over = tiles_w // programs * programs, tiles_w % programs
     shares: list[list[Segment]] = [
-        [(tile, 0, tiles_x) for tile in range(program, tiles_w, programs)]
+        [(tile, 0, tiles_x) for tile in range(program, whole, programs)]
         for program in range(programs)
     ]
-    over = tiles_w % programs
     if over == 0:
         return shares
-    kept = triton.cdiv(over * tiles_x, programs)
-    left = [(tile, row) for tile in range(tiles_w - over, tiles_w) for row in range(kept, tiles_x)]
-    share = triton.cdiv(len(left), programs - over)
-    if share + triton.cdiv(share, max(1, tiles_x - kept)) > tiles_x:
-        return shares  # fetching a tile of the weight takes as long as a product
-    for program in range(over):
-        tile, first, _ = shares[program][-1]
-        shares[program][-1] = (tile, first, kept)
-    for number, program in enumerate(range(over, programs)):
+    groups = programs // over
+    piece = triton.cdiv(over * tiles_x, programs)
+    spare = programs - groups * over
+    rest = [(t, x) for t in range(whole, tiles_w) for x in range(groups * piece, tiles_x)]
+    share = triton.cdiv(len(rest), spare) if spare else 0
+    # fetching a tile of the weight takes as long as a product
+    fetches = triton.cdiv(share, max(1, tiles_x - groups * piece))
+    if rest and (spare == 0 or share + fetches > triton.cdiv(tiles_x, groups)):
+        piece, rest = triton.cdiv(tiles_x, groups), []
+    for program in range(groups * over):
+        low = program // over * piece
+        if low < tiles_x:
+            shares[program].append((whole + program % over, low, min(low + piece, tiles_x)))
+    for number in range(spare):
         rows: dict[int, list[int]] = {}
-        for tile, row in left[number * share : (number + 1) * share]:
+        for tile, row in rest[number * share : (number + 1) * share]:
             rows.setdefault(tile, []).append(row)
-        shares[program] += [(tile, own[0], own[-1] + 1) for tile, own in rows.items()]
+        shares[groups * over + number] += [(t, own[0], own[-1] + 1) for t, own in rows.items()]
     return shares
 
 
@@ -188,13 +200,13 @@ def _segment(segments, number, tiles_n):
 
 
 @gluon.jit
-def _produce(work, memory, x_desc, w_desc, piece):
+def _produce(work, memory, x_desc, w_desc, piece, TRANSPOSED: gl.constexpr):
     """Brings tiles of the weight, and slices of x in a ring."""
     segments, starts, tiles_n = work
     slices, w_tile, filled, emptied, w_filled, w_emptied = memory
     STEPS: gl.constexpr = w_tile.shape[0]
     BOXES: gl.constexpr = w_tile.shape[1]
-    BOX: gl.constexpr = w_tile.shape[2]
+    BOX: gl.constexpr = w_tile.shape[3 if TRANSPOSED else 2]
     STAGES: gl.constexpr = slices.shape[0]
     ROWS: gl.constexpr = slices.shape[2]
     DEPTH: gl.constexpr = slices.shape[3]
@@ -207,7 +219,8 @@ def _produce(work, memory, x_desc, w_desc, piece):
         mbarrier.expect(w_filled, STEPS * BOXES * BOX * DEPTH * 2)
         for k in gl.static_range(STEPS):
             for box in gl.static_range(BOXES):
-                place = [worker, box * piece + tile_n * BOX, k * DEPTH]
+                column = box * piece + tile_n * BOX
+                place = [worker, k * DEPTH, column] if TRANSPOSED else [worker, column, k * DEPTH]
                 into = w_tile.index(k).slice(box, 1, dim=0)
                 tma.async_copy_global_to_shared(w_desc, place, w_filled, into)
         for tile in range(low, high):
@@ -250,6 +263,12 @@ def send(z, out_desc, place, buffers, NUMBER: gl.constexpr):
 
 
 @gluon.jit
+def fetch_nothing(PART: gl.constexpr, worker, row, tile_n, extra):
+    """For a ``FINISH`` that needs the product alone."""
+    return (row,)
+
+
+@gluon.jit
 def _consume(
     work,
     memory,
@@ -259,23 +278,27 @@ def _consume(
     others_turn,
     extra,
     WHICH: gl.constexpr,
+    FETCH: gl.constexpr,
     FINISH: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
 ):
     """Every other tile of x: the product z ``[64, COLUMNS]`` in fp32, then ``FINISH``.
 
-    That takes z, the worker, its first row, the number of its tile of the weight and how many there
-    are, output descriptors, buffers for :func:`send`, and what was given as extra.
+    That takes z, what ``FETCH`` gave before the product, the worker, the first row, the number of
+    the weight's tile and how many there are, output descriptors, buffers for :func:`send`, and what
+    was given as extra. ``FETCH`` takes the layout of a part, the worker, row, tile and extra.
     """
     segments, starts, tiles_n = work
     slices, w_tile, filled, emptied, w_filled, w_emptied = memory
     STEPS: gl.constexpr = w_tile.shape[0]
-    COLUMNS: gl.constexpr = w_tile.shape[1] * w_tile.shape[2]
+    COLUMNS: gl.constexpr = w_tile.shape[3] if TRANSPOSED else w_tile.shape[1] * w_tile.shape[2]
     STAGES: gl.constexpr = slices.shape[0]
     ROWS: gl.constexpr = slices.shape[2]
     DEPTH: gl.constexpr = slices.shape[3]
     ACCUMULATOR: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
     )
+    PART: gl.constexpr = parts(gl.zeros((ROWS, COLUMNS), gl.float32, ACCUMULATOR))[0].type.layout
     first = gl.load(starts + gl.program_id(0))
     count = gl.load(starts + gl.program_id(0) + 1) - first
     before = 0  # tiles of both consumers in earlier segments
@@ -285,6 +308,8 @@ def _consume(
         mbarrier.wait(w_filled, number & 1)
         for tile in range((before + WHICH) & 1, high - low, 2):
             step = (before + tile) * STEPS
+            row = (low + tile) * ROWS
+            fetched = FETCH(PART, worker, row, tile_n, extra)
             # the other consumer has given the tensor cores all of the tile before
             mbarrier.wait(my_turn, (turns & 1) ^ (1 - WHICH))
             z = warpgroup_mma_init(gl.zeros((ROWS, COLUMNS), gl.float32, ACCUMULATOR))
@@ -292,7 +317,10 @@ def _consume(
                 slot = (step + k) % STAGES
                 mbarrier.wait(filled.index(slot), ((step + k) // STAGES) & 1)
                 a = slices.index(slot).reshape([ROWS, DEPTH])
-                b = w_tile.index(k).reshape([COLUMNS, DEPTH]).permute((1, 0))
+                if TRANSPOSED:
+                    b = w_tile.index(k).reshape([DEPTH, COLUMNS])
+                else:
+                    b = w_tile.index(k).reshape([COLUMNS, DEPTH]).permute((1, 0))
                 z = warpgroup_mma(a, b, z, use_acc=k > 0, is_async=True)
                 if k == STEPS - 1:
                     mbarrier.arrive(others_turn)
@@ -302,7 +330,7 @@ def _consume(
             z = warpgroup_mma_wait(0, deps=(z,))
             mbarrier.arrive(emptied.index((step + STEPS - 1) % STAGES))
             turns += 1
-            FINISH(z, worker, (low + tile) * ROWS, tile_n, tiles_n, outputs, buffers, extra)
+            FINISH(z, fetched, worker, row, tile_n, tiles_n, outputs, buffers, extra)
         mbarrier.arrive(w_emptied)
         before += high - low
     tma.store_wait(0)
@@ -319,7 +347,9 @@ def product_kernel(
     tiles_n,
     piece,
     extra,
+    FETCH: gl.constexpr,
     FINISH: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
     C: gl.constexpr,
     COLUMNS: gl.constexpr,
     BOXES: gl.constexpr,
@@ -330,8 +360,10 @@ def product_kernel(
     ROWS: gl.constexpr = x_desc.block_type.shape[1]
     DEPTH: gl.constexpr = x_desc.block_type.shape[2]
     PART: gl.constexpr = out_desc.block_type.shape[2]
-    w_shape: gl.constexpr = [C // DEPTH, BOXES, COLUMNS // BOXES, DEPTH]
-    w_tile = gl.allocate_shared_memory(gl.bfloat16, w_shape, w_desc.layout)
+    w_box: gl.constexpr = [DEPTH, COLUMNS] if TRANSPOSED else [COLUMNS // BOXES, DEPTH]
+    w_tile = gl.allocate_shared_memory(
+        gl.bfloat16, [C // DEPTH, BOXES, w_box[0], w_box[1]], w_desc.layout
+    )
     slices = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, ROWS, DEPTH], x_desc.layout)
     out: gl.constexpr = [BUFFERS, 1, ROWS, PART]
     out_0 = gl.allocate_shared_memory(gl.bfloat16, out, out_desc.layout)
@@ -356,9 +388,15 @@ def product_kernel(
     outputs = (out_desc, other_desc)
     gl.warp_specialize(
         [
-            (_consume, (work, memory, outputs, out_0, turn_0, turn_1, extra, 0, FINISH)),
-            (_consume, (work, memory, outputs, out_1, turn_1, turn_0, extra, 1, FINISH)),
-            (_produce, (work, memory, x_desc, w_desc, piece)),
+            (
+                _consume,
+                (work, memory, outputs, out_0, turn_0, turn_1, extra, 0, FETCH, FINISH, TRANSPOSED),
+            ),
+            (
+                _consume,
+                (work, memory, outputs, out_1, turn_1, turn_0, extra, 1, FETCH, FINISH, TRANSPOSED),
+            ),
+            (_produce, (work, memory, x_desc, w_desc, piece, TRANSPOSED)),
         ],
         [4, 1],
         [240, 24],
