@@ -54,6 +54,30 @@ def test_last_holds_the_newest_state(fit: Run, interval: int | None) -> None:
     assert load(Path("run/checkpoints/last.ckpt"))["global_step"] == 11
 
 
+def states(folder: Path | str) -> list[dict[str, Any]]:
+    """Those in last.ckpt of the callbacks for the last checkpoint and for the best one."""
+    callbacks = load(Path(folder) / "checkpoints/last.ckpt")["callbacks"]
+    return [callbacks[next(key for key in callbacks if key.startswith(kind))]
+            for kind in ("RunCheckpoint", "ModelCheckpoint")]  # fmt: skip
+
+
+def test_last_knows_the_best_of_its_own_validation(fit: Run) -> None:
+    """Or a resumed run might replace best.ckpt by a worse one."""
+    fit("run", "--trainer.callbacks", "stopping.KeepAside", "--trainer.callbacks.updates", 4)
+    Path("run/checkpoints").rename("run/later")
+    Path("run/aside").rename("run/checkpoints")
+    last, best = states("run")
+    losses = metrics("run")["validation/loss"].dropna().tolist()
+    assert best["best_model_score"].item() == pytest.approx(losses[0])
+    fit("run", "--ckpt_path", "last")
+    last, best = states("run")
+    assert last["last_model_path"] == best["best_model_path"].replace("best", "last")
+    assert best["best_model_score"].item() == pytest.approx(min(losses))
+    assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == [
+        *("best.ckpt", "last.ckpt")
+    ]
+
+
 def test_a_checkpoint_for_each_epoch(fit: Run, tmp_path: Path) -> None:
     epochs = "trainer: {max_steps: -1, max_epochs: 2, check_val_every_n_epoch: 1, "
     (tmp_path / "epochs.yaml").write_text(epochs + "val_check_interval: 1.0}\n")
