@@ -5,13 +5,15 @@
 
 Trains ``configs/20m.yaml`` on a token cache with a vocabulary of 32,000 ids: 3,114 updates of
 131,072 targets, six validations on the whole validation split, the last of them after the last
-update, and the recipe's checkpoints. Each run is a process ``tinyllm fit`` of its own with empty
-folders for compiled kernels; its time is from the start to the exit of that process, of which the
-parts are: imports and options, all else up to the end of the first update, training, validation,
-checkpoints, what comes after training, and the exit of Python. At the edges of parts the host waits
-for the device. Tokens per second are those of training after the first update, without validation
-and checkpoints. The seed is that of the weights and of the order of rows, so backends with the same
-seed are twins. What follows ``--`` goes to ``tinyllm fit``.
+update, and the recipe's checkpoints. Each run is a process ``tinyllm fit`` of its own; its time is
+from the start to the exit of that process, of which the parts are: imports and options, all else up
+to the end of the first update, training, validation, checkpoints, what comes after training, and
+the exit of Python. At the edges of parts the host waits for the device. Each backend runs for a few
+updates before, which do not count, so that its kernels are compiled, as they are where it is used;
+with ``--cold`` every run compiles them in empty folders. Tokens per second are those of training
+after the first update, without validation and checkpoints. The seed is that of the weights and of
+the order of rows, so backends with the same seed are twins. What follows ``--`` goes to
+``tinyllm fit``.
 """
 
 import argparse
@@ -40,6 +42,10 @@ from tinyllm.data.cache import CacheError, TokenCache
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE.parent / "configs" / "20m.yaml"
 VALIDATIONS = 6
+FEW_UPDATES = (  # compile all kernels
+    *("--trainer.max_steps", "4", "--trainer.val_check_interval", "2"),
+    *("--trainer.limit_val_batches", "2"),
+)
 LAST_LOG_POINTS = 10  # whose mean is the training loss at the end: of 100 updates
 
 
@@ -94,9 +100,17 @@ class Parts(Profiler):
 
 
 def measure(
-    backend: str, seed: int, cache: Path, folder: Path, options: Sequence[str]
+    backend: str, seed: int, cache: Path, folder: Path, options: Sequence[str], cold: bool
 ) -> dict[str, Any]:
     """One run, in an empty folder.
+
+    Args:
+        backend: The strategy's.
+        seed: Of the weights and of the order of rows.
+        cache: Tokens.
+        folder: Takes the run's files.
+        options: More, for ``tinyllm fit``.
+        cold: Whether it finds no compiled kernels.
 
     Raises:
         CalledProcessError: If it failed; what it says about that is on stderr.
@@ -104,9 +118,12 @@ def measure(
     run, parts = folder / "run", folder / "parts.json"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
+    if cold:
+        environment |= {
+            "TRITON_CACHE_DIR": str(folder / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        }
     command = [
         *(sys.executable, "-c", "from tinyllm.cli import main; main()", "fit"),
         *("--config", str(RECIPE), *options),
@@ -158,6 +175,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--updates", type=int, help=f"A multiple of {VALIDATIONS}, in place of the recipe's."
     )
+    parser.add_argument("--cold", action="store_true", help="Let each run compile its kernels.")
     given = list(sys.argv[1:] if args is None else args)
     own = given.index("--") if "--" in given else len(given)
     options, passed_on = parser.parse_args(given[:own]), given[own + 1 :]
@@ -177,17 +195,26 @@ def main(args: Sequence[str] | None = None) -> None:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "cache": cache.identity,
+        "cold": options.cold,
         "options": shlex.join(passed_on),
         "method": __doc__,
         "cases": {},
     }
+
+    def measured(backend: str, seed: int, more: Sequence[str] = ()) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as name:
+            try:
+                return measure(
+                    *(backend, seed, options.cache, Path(name), [*passed_on, *more]), options.cold
+                )
+            except subprocess.CalledProcessError as error:
+                sys.exit(f"{backend}, seed {seed}: tinyllm fit exited with {error.returncode}")
+
+    for backend in () if options.cold else options.backends:
+        measured(backend, options.seeds[0], FEW_UPDATES)
     for seed in options.seeds:
         for backend in options.backends:
-            with tempfile.TemporaryDirectory() as name:
-                try:
-                    run = measure(backend, seed, options.cache, Path(name), passed_on)
-                except subprocess.CalledProcessError as error:
-                    sys.exit(f"{backend}, seed {seed}: tinyllm fit exited with {error.returncode}")
+            run = measured(backend, seed)
             results["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
             results["cases"].setdefault(f"seed {seed}", {})[backend] = run
             write_json(options.results, results)

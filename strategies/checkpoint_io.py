@@ -2,6 +2,8 @@
 
 import glob
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,24 +37,24 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path)
             return
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for left_behind in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
-            left_behind.unlink(missing_ok=True)  # by a run that was killed
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        try:
-            with naming(target), partial.open("wb") as file:
-                _save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        with _replacing(target) as partial, naming(target), partial.open("wb") as file:
+            _save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def link_checkpoint(self, saved: str | Path, path: str | Path) -> None:
+        """Gives a checkpoint that this has saved a second name.
+
+        Each name is replaced, never its file written to, so what happens to one of them does not
+        concern the other.
+
+        Raises:
+            OSError: It is gone, or there are no hard links between the two places.
+        """
+        if "://" in str(path):
+            raise OSError(f"{path} is in an object store, which has no links")
+        with _replacing(Path(path)) as partial:
+            partial.hardlink_to(saved)
 
     @override
     def load_checkpoint(
@@ -73,6 +75,25 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise FileNotFoundError(f"there is no checkpoint at {path}")
         state: dict[str, Any] = load_checked(Path(path), map_location)
         return state
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A temporary name for what is to take the target's, on disk too, unless something fails."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for left_behind in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+        left_behind.unlink(missing_ok=True)  # by a run that was killed
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)  # also where both were names of one file: it is kept then
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:

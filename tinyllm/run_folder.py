@@ -1,11 +1,15 @@
 """A run's folder: its newest state is always in ``last.ckpt``, and earlier runs are kept aside."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import proxy
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.trainer.call import _call_callbacks_state_dict
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -83,6 +87,9 @@ class RunCheckpoint(ModelCheckpoint):
     It is written at the interval that is set, or else after each validation; after the last update
     in any case; and when SIGTERM or an error stops the run between two updates. Where an update is
     followed by a validation, it is written after that, so that a resumed run lacks none.
+
+    Where a checkpoint callback before this one has just saved the same state, as the best one does
+    after a validation, ``last.ckpt`` becomes a second name of that file.
     """
 
     _begun = False
@@ -149,6 +156,75 @@ class RunCheckpoint(ModelCheckpoint):
     def _save_newest(self, trainer: Trainer) -> None:
         if self.save_last and not self._should_skip_saving_checkpoint(trainer):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    @override
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if not self._links(trainer, filepath):
+            super()._save_checkpoint(trainer, filepath)
+            return
+        # what Lightning does after saving
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(proxy(self))
+
+    def _links(self, trainer: Trainer, filepath: str) -> bool:
+        """Whether the state was saved already and now has this name, too; the same on all ranks."""
+        saved = [
+            other._last_checkpoint_saved
+            for other in trainer.checkpoint_callbacks
+            if isinstance(other, ModelCheckpoint)
+            and other is not self
+            and other._last_checkpoint_saved
+            and other._last_global_step_saved == trainer.global_step
+        ]
+        # not by other writers, which may change a file in place, or not be done with it
+        writer = trainer.strategy.checkpoint_io if saved else None
+        link = getattr(writer, "link_checkpoint", None)
+        if link is None:
+            return False
+        # the file says where the last one was before, which matters if names are counted up
+        if self.save_weights_only or self._enable_version_counter:
+            return False
+        # weights and moments follow from the number of updates; by all ranks, as if it were saved
+        now = {
+            "loops": trainer._checkpoint_connector._get_loops_state_dict(),
+            "callbacks": _call_callbacks_state_dict(trainer),
+        }
+        linked = False
+        if trainer.is_global_zero and (same := self._first_with(now, saved)) is not None:
+            try:
+                link(same, filepath)
+                linked = True
+            except OSError:
+                pass  # another file system, or one without hard links
+        linked = trainer.strategy.broadcast(linked)
+        trainer.strategy.barrier("Trainer.save_checkpoint")
+        return linked
+
+    def _first_with(self, state: dict[str, Any], paths: list[str]) -> str | None:
+        """The first of some checkpoints that holds a state, but for where the last one was."""
+        own = state["callbacks"][self.state_key]
+        for path in paths:
+            try:
+                found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                found["callbacks"][self.state_key]["last_model_path"] = own["last_model_path"]
+                if all(_same(found[name], part) for name, part in state.items()):
+                    return path
+            except Exception:  # it is gone, a folder, without callbacks, or holds other things
+                continue
+        return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
 
 
 def _stopped_together(trainer: Trainer, exception: BaseException) -> bool:

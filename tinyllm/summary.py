@@ -31,7 +31,7 @@ class RunSummary(Callback):
             if isinstance(callback, ModelCheckpoint):
                 files |= {"last": callback.last_model_path} if callback.last_model_path else {}
                 files |= {"best": callback.best_model_path} if callback.best_model_path else {}
-        where = "".join(f"; {name} {path}" for name, path in files.items())
+        where = "".join(f"; {name} {path}" for name, path in sorted(files.items(), reverse=True))
         rank_zero_info(f"done:    {trainer.global_step:,} updates{where}")
 
 

@@ -246,7 +246,12 @@ class TinyLLMCLI(LightningCLI):
                 raise
             raise ValueError(f"trainer.devices is {given['devices']!r}: {error}") from error
         known: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        known.sort(key=lambda callback: not isinstance(callback, RunFolder))
+        # the folder is made ready first; the last checkpoint knows what the best one has just saved
+        known.sort(
+            key=lambda callback: (
+                isinstance(callback, RunCheckpoint) - isinstance(callback, RunFolder)
+            )
+        )
         return trainer
 
     # --- running ------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import json
 import runpy
+import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,25 @@ SMALL = [
 ]
 
 
-def test_a_short_one_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("cold", [False, True])
+def test_a_short_one_adds_up(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    cold: bool,
+) -> None:
+    runs: list[tuple[int, bool]] = []  # updates, and whether it has caches of its own
+    run_process = subprocess.run
+
+    def noting(command: list[str], *, env: dict[str, str], **kwargs: Any) -> Any:
+        own = {"TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"} & env.keys()
+        steps = [value for flag, value in pairwise(command) if flag == "--trainer.max_steps"]
+        runs.append((int(steps[-1]), len(own) == 2))
+        return run_process(command, env=env, **kwargs)
+
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(subprocess, "run", noting)
     ids = np.random.default_rng(0).integers(3, 64, 4_000, "<u2")
     ids[19::20] = 2
     ids.tofile(tmp_path / "ids.u16")
@@ -31,8 +51,13 @@ def test_a_short_one_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     prepare(cache, "tokens", str(tmp_path / "ids.u16"), vocab_size=64, boundary_id=2)
     capsys.readouterr()
     LONG_RUN["main"](
-        [*map(str, (cache, results)), "--backends", "native", "--updates", "12", "--", *SMALL]
+        [
+            *(*map(str, (cache, results)), "--backends", "native", "--updates", "12"),
+            *(["--cold"] if cold else []),
+            *("--", *SMALL),
+        ]
     )
+    assert runs == ([(12, True)] if cold else [(4, False), (12, False)])
     found = json.loads(results.read_text())
     run = found["cases"]["seed 0"]["native"]
     parts = {name: value for name, value in run.items() if name.endswith("_seconds")}

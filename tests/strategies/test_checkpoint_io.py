@@ -76,6 +76,29 @@ def test_it_is_on_disk_before_it_takes_the_name(
     assert order == ["file", "rename", "folder"]
 
 
+def test_a_second_name_is_replaced_alone(target: Path) -> None:
+    last, best = target, target.with_name("best.ckpt")
+    AtomicCheckpointIO().save_checkpoint(NEW, best)
+    for _ in range(2):  # what is linked already is left so
+        AtomicCheckpointIO().link_checkpoint(best, last)
+        assert last.samefile(best)
+        assert sorted(target.parent.iterdir()) == [best, last]
+    for replaced, kept in ((best, last), (last, best)):
+        AtomicCheckpointIO().save_checkpoint(NEW, kept)
+        AtomicCheckpointIO().link_checkpoint(kept, replaced)
+        AtomicCheckpointIO().save_checkpoint(OLD, replaced)
+        assert (step(replaced), step(kept)) == (1, 2)
+
+
+def test_a_link_that_cannot_be_leaves_the_old_one(target: Path) -> None:
+    with pytest.raises(OSError, match="gone"):
+        AtomicCheckpointIO().link_checkpoint(target.with_name("gone"), target)
+    with pytest.raises(OSError, match="memory"):
+        AtomicCheckpointIO().link_checkpoint(target, "memory://last.ckpt")
+    assert list(target.parent.iterdir()) == [target]
+    assert step(target) == 1
+
+
 def half_written(_: Any, file: Any) -> None:
     file.write(b"PK half of it")
     raise OSError(28, "No space left on device")

@@ -74,11 +74,33 @@ class KeepAside(Callback):
             shutil.copytree(root / "checkpoints", root / "aside")
 
 
-def tinyllm_on_this_rank(args: list[str]) -> None:
-    """Runs a command in a process that a launcher has started."""
+class Restless(Callback):
+    """Has another state whenever it is asked."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self._asked += 1
+        return {"asked": self._asked}
+
+
+def _no_links(*_: Any) -> None:
+    raise OSError(1, "Operation not permitted")
+
+
+def tinyllm_on_this_rank(args: list[str], without_links_on: int | None = None) -> None:
+    """Runs a command in a process that a launcher has started.
+
+    Args:
+        args: The command's.
+        without_links_on: A rank that cannot make hard links.
+    """
     import sys
 
     from tinyllm.cli import main
 
+    if without_links_on == int(os.environ["RANK"]):
+        Path.hardlink_to = _no_links  # type: ignore[method-assign]
     sys.argv[1:] = []
     main(args)

@@ -39,6 +39,21 @@ def test_help_lists_and_explains_all_commands_without_torch() -> None:
         assert len(known.summary) > 15
 
 
+@pytest.mark.parametrize("first", ["pass", "import torch"])
+def test_imports_are_kept_from_the_garbage_collector(first: str) -> None:
+    """Those of a process of its own; another's objects are left to it."""
+    code = (
+        f"import gc\n{first}\nfrom tinyllm.cli import main\n"
+        "try:\n    main(['topology', '--name', 'no such'])\n"
+        "except SystemExit:\n    pass\n"
+        "print(gc.isenabled(), gc.get_freeze_count())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    enabled, frozen = done.stdout.split()
+    assert enabled == "True"
+    assert (int(frozen) > 10_000) == (first == "pass")
+
+
 @pytest.mark.parametrize("args", [[], ["-h"], ["--help"]])
 def test_help_is_shown_without_a_command(args: list[str], command: Any) -> None:
     done = command(*args)

@@ -7,10 +7,13 @@ import pandas as pd
 import pytest
 import yaml
 from lightning.pytorch import Trainer
+from ranks import run_on_ranks
 from run_files import Run, copy, load, metrics
+from stopping import tinyllm_on_this_rank
 
 from tinyllm.data.cache import TokenCache
 from tinyllm.module import TinyLLM
+from tinyllm.run_folder import RunCheckpoint, _same
 
 
 def test_a_run_leaves_its_configuration_log_and_checkpoints(finished: Path, tiny: Path) -> None:
@@ -38,20 +41,127 @@ def test_a_runs_configuration_starts_the_same_run(
 def test_last_holds_the_newest_state(fit: Run, interval: int | None) -> None:
     saved: list[int] = []
 
-    save = Trainer.save_checkpoint
+    save = RunCheckpoint._save_checkpoint
 
-    def spying(self: Any, path: Any, *args: Any) -> None:
-        if Path(path).name == "last.ckpt":
-            saved.append(self.global_step)
-        save(self, path, *args)
+    def spying(self: Any, trainer: Any, path: str) -> None:
+        saved.append(trainer.global_step)
+        save(self, trainer, path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "save_checkpoint", spying)
+        patch.setattr(RunCheckpoint, "_save_checkpoint", spying)
         options = [] if interval is None else ["--checkpoint.every_n_train_steps", interval]
         fit("run", "--trainer.max_steps", 11, *options)
     expected = {None: [4, 8, 11], 5: [5, 10, 11], 4: [4, 8, 11]}
     assert saved == expected[interval]
     assert load(Path("run/checkpoints/last.ckpt"))["global_step"] == 11
+
+
+def states(folder: Path | str) -> list[dict[str, Any]]:
+    """Those in last.ckpt of the callbacks for the last checkpoint and for the best one."""
+    callbacks = load(Path(folder) / "checkpoints/last.ckpt")["callbacks"]
+    return [callbacks[next(key for key in callbacks if key.startswith(kind))]
+            for kind in ("RunCheckpoint", "ModelCheckpoint")]  # fmt: skip
+
+
+EPOCHS = ["--trainer.limit_train_batches", "4"]
+
+
+@pytest.mark.parametrize("options", [[], ["--checkpoint.every_n_train_steps", "4"], EPOCHS])
+def test_last_is_a_second_name_of_the_best_of_the_same_update(
+    fit: Run, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    def run() -> tuple[dict[str, Any], bool]:
+        fit("run", *options)
+        last, best = (Path(f"run/checkpoints/{name}.ckpt") for name in ("last", "best"))
+        return load(last), last.samefile(best)
+
+    linked, is_link = run()
+    assert is_link
+    monkeypatch.setattr(RunCheckpoint, "_links", lambda *_: False)
+    written, is_link = run()
+    assert not is_link
+    assert linked.keys() == written.keys()
+    assert _same(linked, written)
+
+
+def test_last_knows_the_best_of_its_own_validation(fit: Run) -> None:
+    """Or a resumed run might replace best.ckpt by a worse one."""
+    fit("run", "--trainer.callbacks", "stopping.KeepAside", "--trainer.callbacks.updates", 4)
+    Path("run/checkpoints").rename("run/later")
+    Path("run/aside").rename("run/checkpoints")
+    last, best = states("run")
+    assert last["last_model_path"] == ""  # it was linked to a file written before it was there
+    losses = metrics("run")["validation/loss"].dropna().tolist()
+    assert best["best_model_score"].item() == pytest.approx(losses[0])
+    fit("run", "--ckpt_path", "last")
+    last, best = states("run")
+    assert last["last_model_path"] == best["best_model_path"].replace("best", "last")
+    assert best["best_model_score"].item() == pytest.approx(min(losses))
+    assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == [
+        *("best.ckpt", "last.ckpt")
+    ]
+
+
+def gone(find: Any) -> Any:
+    def find_nothing(self: Any, state: Any, paths: list[str]) -> Any:
+        for path in paths:
+            Path(path).rename(f"{path}.moved")
+        return find(self, state, paths)
+
+    return find_nothing
+
+
+def refused(*_: Any) -> None:
+    raise OSError(18, "Invalid cross-device link")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--best_checkpoint.save_weights_only", "true"],
+        ["--checkpoint.save_weights_only", "true"],
+        ["--checkpoint.enable_version_counter", "true"],
+        ["--checkpoint.dirpath", "memory://last"],
+        ["--best_checkpoint.dirpath", "memory://best"],
+        ["--trainer.strategy", "auto"],  # whose files are not known to be replaced
+        # saved before the validation, and one whose state is never the same again
+        ["--best_checkpoint.monitor", "null", "--best_checkpoint.every_n_train_steps", "4"],
+        ["--trainer.callbacks", "stopping.Restless"],
+        ["gone"],
+        ["refused"],
+    ],
+)
+def test_last_is_written_where_no_file_can_be_shared(
+    fit: Run, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    saved: list[str] = []
+    save = Trainer.save_checkpoint
+
+    def spying(self: Any, path: Any, *args: Any) -> None:
+        saved.append(Path(path).name)
+        save(self, path, *args)
+
+    monkeypatch.setattr(Trainer, "save_checkpoint", spying)
+    if options == ["gone"]:
+        monkeypatch.setattr(RunCheckpoint, "_first_with", gone(RunCheckpoint._first_with))
+    if options == ["refused"]:
+        monkeypatch.setattr(Path, "hardlink_to", refused)
+    fit("run", "--trainer.max_steps", 8, *(options if len(options) > 1 else []))
+    assert saved == ["best.ckpt", "last.ckpt"] * 2
+    left = [path for path in Path().rglob("*") if "partial" in path.name or path.name == "memory:"]
+    assert not left
+
+
+@pytest.mark.parametrize("refusing", [False, True])
+def test_ranks_share_a_file_or_write_it_together(
+    tiny: Path, tmp_path: Path, refusing: bool
+) -> None:
+    options = ["--trainer.devices", "2", "--trainer.default_root_dir", str(tmp_path / "run")]
+    args = ["fit", "--config", str(tiny), *options, "--trainer.max_steps", "8"]
+    run_on_ranks(tinyllm_on_this_rank, 2, args, without_links_on=0 if refusing else None)
+    last, best = (tmp_path / f"run/checkpoints/{name}.ckpt" for name in ("last", "best"))
+    assert last.samefile(best) != refusing
+    assert load(last)["global_step"] == 8
 
 
 def test_a_checkpoint_for_each_epoch(fit: Run, tmp_path: Path) -> None:
