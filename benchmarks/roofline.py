@@ -29,9 +29,9 @@ from tinyllm.kernels import attention, head, norm
 from tinyllm.kernels.adamw import gradient_squares
 from tinyllm.kernels.embedding import embed, embed_backward
 from tinyllm.kernels.gemm import input_gradient, linear, weight_gradient
-from tinyllm.kernels.rope import rotate, rotate_back
+from tinyllm.kernels.rope import rotate_back, rotated_linear
 from tinyllm.kernels.stream import Stream
-from tinyllm.kernels.swiglu import swiglu, swiglu_backward
+from tinyllm.kernels.swiglu import swiglu_backward, swiglu_linear
 from tinyllm.model import Llama
 from tinyllm.strategies.engine import GroupHyperparameters, Ranks
 from tinyllm.strategies.gh200 import Gh200Engine
@@ -105,8 +105,23 @@ class Update:
     def high(self, *shape: int) -> Tensor:
         return torch.randn(self.workers, *shape, device="cuda")
 
-    def product(self, name: str, inner: int, outer: int) -> list[Part]:
-        """A linear layer's three products, in every layer."""
+    def product(
+        self,
+        name: str,
+        inner: int,
+        outer: int,
+        forward: Callable[[Tensor, Tensor], object] = linear,
+        more_bytes: float = 0.0,
+    ) -> list[Part]:
+        """A linear layer's three products, in every layer.
+
+        Args:
+            name: Of the layer.
+            inner: Width of its inputs.
+            outer: Width of its results.
+            forward: The first product, with what is done in the same kernel.
+            more_bytes: That this writes beside.
+        """
         m, layers, w = self.tokens, self.config.layers, self.workers
         x, y, weight = self.low(m, inner), self.low(m, outer), self.low(outer, inner)
         gradient = self.high(outer, inner)
@@ -114,7 +129,11 @@ class Update:
         both = LOW * w * m * (inner + outer)
         size = w * inner * outer
         return [
-            Part(name, layers, flop, both + LOW * size, seconds_of(lambda: linear(x, weight))),
+            Part(
+                name,
+                *(layers, flop, both + LOW * size + more_bytes),
+                seconds_of(lambda: forward(x, weight)),
+            ),
             Part(
                 f"{name}, input gradient",
                 *(layers, flop, both + LOW * size),
@@ -164,11 +183,6 @@ class Update:
         flop = 2.0 * self.all_tokens * self.context * c  # q·k and p·v, half of them masked
         return [
             Part(
-                "rotary positions",
-                *(layers, 0.0, 4 * LOW * elements),
-                seconds_of(lambda: rotate(qkv, tables, tables, heads, self.context)),
-            ),
-            Part(
                 "attention",
                 *(layers, flop, 4 * LOW * elements),
                 seconds_of(lambda: attention.attend(qkv, heads, self.context)),
@@ -187,15 +201,24 @@ class Update:
             ),
         ]
 
-    def swiglu(self) -> list[Part]:
+    def qkv(self) -> list[Part]:
+        c, heads, context = self.config.width, self.config.heads, self.context
+        tables = torch.ones(context, c // heads // 2, device="cuda")
+        out = self.low(self.tokens, 3 * c)
+        return self.product(
+            *("qkv, rotary positions", c, 3 * c),
+            lambda x, weight: rotated_linear(x, weight, tables, tables, heads, context, out),
+        )
+
+    def feed_forward(self) -> list[Part]:
         m, f, layers = self.tokens, self.config.ffn_width, self.config.layers
         gate_up, out, activated = self.low(m, 2 * f), self.low(m, 2 * f), self.low(m, f)
         elements = self.workers * m * f
         return [
-            Part(
-                "SwiGLU",
-                *(layers, 0.0, 3 * LOW * elements),
-                seconds_of(lambda: swiglu(gate_up, activated)),
+            *self.product(
+                *("gate and up, SwiGLU", self.config.width, 2 * f),
+                lambda x, weight: swiglu_linear(x, weight, gate_up, activated),
+                LOW * elements,
             ),
             Part(
                 "SwiGLU, backward",
@@ -255,11 +278,10 @@ class Update:
         return [
             *self.embedding_and_head(),
             *self.norms(),
-            *self.product("qkv", c, 3 * c),
+            *self.qkv(),
             *self.attention(),
             *self.product("attention's output", c, c),
-            *self.product("gate and up", c, 2 * f),
-            *self.swiglu(),
+            *self.feed_forward(),
             *self.product("down", f, c),
         ]
 

@@ -11,7 +11,7 @@ from tinyllm.kernels import hopper
 
 
 @gluon.jit
-def finish_exponentials(z, fetched, worker, row, tile_n, tiles_n, outputs, buffers, extra):
+def finish_exponentials(z, worker, row, tile_n, tiles_n, outputs, buffers, extra):
     """Stores exp2(z · log2 e − offset), zero beyond the vocabulary, and its sums of rows."""
     sums, offset_log2, rows, vocab, masked = extra
     LOG2_E: gl.constexpr = 1.4426950408889634

@@ -80,8 +80,6 @@ def launch(
     extra: tuple[Any, ...],
     columns: int,
     boxes: int = 1,
-    fetch: Any = None,
-    transposed: bool = False,
 ) -> None:
     """Launches products of all workers.
 
@@ -93,24 +91,19 @@ def launch(
         extra: What it takes beside.
         columns: Rows of the weight in a tile: columns of the result.
         boxes: From as many equal pieces of the weight a tile is put together.
-        fetch: A Gluon function that begins to load what ``finish`` wants; see :func:`_consume`.
-        transposed: Whether the weight is ``[W, C, N]``.
     """
     workers, rows, width = x.shape
-    piece = weight.shape[2 if transposed else 1] // boxes
-    tile = (DEPTH, columns) if transposed else (columns // boxes, DEPTH)
+    piece = weight.shape[1] // boxes
     tiles_m, tiles_n = triton.cdiv(rows, ROWS), triton.cdiv(piece, columns // boxes)
     stages, buffers = slices_and_buffers(columns, width, workers * rows)
     segments, starts = _on_device(workers * tiles_n, tiles_m, x.device)
     product_kernel[(len(starts) - 1,)](
         _descriptor(x, ROWS, DEPTH),
-        _descriptor(weight, *tile),
+        _descriptor(weight, columns // boxes, DEPTH),
         _descriptor(outputs[0], ROWS, PART),
         _descriptor(outputs[-1], ROWS, PART),
         *(segments, starts, tiles_n, piece, extra),
-        FETCH=fetch or fetch_nothing,
         FINISH=finish,
-        TRANSPOSED=transposed,
         C=width,
         COLUMNS=columns,
         BOXES=boxes,
@@ -200,13 +193,13 @@ def _segment(segments, number, tiles_n):
 
 
 @gluon.jit
-def _produce(work, memory, x_desc, w_desc, piece, TRANSPOSED: gl.constexpr):
+def _produce(work, memory, x_desc, w_desc, piece):
     """Brings tiles of the weight, and slices of x in a ring."""
     segments, starts, tiles_n = work
     slices, w_tile, filled, emptied, w_filled, w_emptied = memory
     STEPS: gl.constexpr = w_tile.shape[0]
     BOXES: gl.constexpr = w_tile.shape[1]
-    BOX: gl.constexpr = w_tile.shape[3 if TRANSPOSED else 2]
+    BOX: gl.constexpr = w_tile.shape[2]
     STAGES: gl.constexpr = slices.shape[0]
     ROWS: gl.constexpr = slices.shape[2]
     DEPTH: gl.constexpr = slices.shape[3]
@@ -219,8 +212,7 @@ def _produce(work, memory, x_desc, w_desc, piece, TRANSPOSED: gl.constexpr):
         mbarrier.expect(w_filled, STEPS * BOXES * BOX * DEPTH * 2)
         for k in gl.static_range(STEPS):
             for box in gl.static_range(BOXES):
-                column = box * piece + tile_n * BOX
-                place = [worker, k * DEPTH, column] if TRANSPOSED else [worker, column, k * DEPTH]
+                place = [worker, box * piece + tile_n * BOX, k * DEPTH]
                 into = w_tile.index(k).slice(box, 1, dim=0)
                 tma.async_copy_global_to_shared(w_desc, place, w_filled, into)
         for tile in range(low, high):
@@ -263,12 +255,6 @@ def send(z, out_desc, place, buffers, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def fetch_nothing(PART: gl.constexpr, worker, row, tile_n, extra):
-    """For a ``FINISH`` that needs the product alone."""
-    return (row,)
-
-
-@gluon.jit
 def _consume(
     work,
     memory,
@@ -278,27 +264,23 @@ def _consume(
     others_turn,
     extra,
     WHICH: gl.constexpr,
-    FETCH: gl.constexpr,
     FINISH: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
 ):
     """Every other tile of x: the product z ``[64, COLUMNS]`` in fp32, then ``FINISH``.
 
-    That takes z, what ``FETCH`` gave before the product, the worker, the first row, the number of
-    the weight's tile and how many there are, output descriptors, buffers for :func:`send`, and what
-    was given as extra. ``FETCH`` takes the layout of a part, the worker, row, tile and extra.
+    That takes z, the worker, the first row, the number of the weight's tile and how many there are,
+    output descriptors, buffers for :func:`send`, and what was given as extra.
     """
     segments, starts, tiles_n = work
     slices, w_tile, filled, emptied, w_filled, w_emptied = memory
     STEPS: gl.constexpr = w_tile.shape[0]
-    COLUMNS: gl.constexpr = w_tile.shape[3] if TRANSPOSED else w_tile.shape[1] * w_tile.shape[2]
+    COLUMNS: gl.constexpr = w_tile.shape[1] * w_tile.shape[2]
     STAGES: gl.constexpr = slices.shape[0]
     ROWS: gl.constexpr = slices.shape[2]
     DEPTH: gl.constexpr = slices.shape[3]
     ACCUMULATOR: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
     )
-    PART: gl.constexpr = parts(gl.zeros((ROWS, COLUMNS), gl.float32, ACCUMULATOR))[0].type.layout
     first = gl.load(starts + gl.program_id(0))
     count = gl.load(starts + gl.program_id(0) + 1) - first
     before = 0  # tiles of both consumers in earlier segments
@@ -309,7 +291,6 @@ def _consume(
         for tile in range((before + WHICH) & 1, high - low, 2):
             step = (before + tile) * STEPS
             row = (low + tile) * ROWS
-            fetched = FETCH(PART, worker, row, tile_n, extra)
             # the other consumer has given the tensor cores all of the tile before
             mbarrier.wait(my_turn, (turns & 1) ^ (1 - WHICH))
             z = warpgroup_mma_init(gl.zeros((ROWS, COLUMNS), gl.float32, ACCUMULATOR))
@@ -317,10 +298,7 @@ def _consume(
                 slot = (step + k) % STAGES
                 mbarrier.wait(filled.index(slot), ((step + k) // STAGES) & 1)
                 a = slices.index(slot).reshape([ROWS, DEPTH])
-                if TRANSPOSED:
-                    b = w_tile.index(k).reshape([DEPTH, COLUMNS])
-                else:
-                    b = w_tile.index(k).reshape([COLUMNS, DEPTH]).permute((1, 0))
+                b = w_tile.index(k).reshape([COLUMNS, DEPTH]).permute((1, 0))
                 z = warpgroup_mma(a, b, z, use_acc=k > 0, is_async=True)
                 if k == STEPS - 1:
                     mbarrier.arrive(others_turn)
@@ -330,7 +308,7 @@ def _consume(
             z = warpgroup_mma_wait(0, deps=(z,))
             mbarrier.arrive(emptied.index((step + STEPS - 1) % STAGES))
             turns += 1
-            FINISH(z, fetched, worker, row, tile_n, tiles_n, outputs, buffers, extra)
+            FINISH(z, worker, row, tile_n, tiles_n, outputs, buffers, extra)
         mbarrier.arrive(w_emptied)
         before += high - low
     tma.store_wait(0)
@@ -347,9 +325,7 @@ def product_kernel(
     tiles_n,
     piece,
     extra,
-    FETCH: gl.constexpr,
     FINISH: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
     C: gl.constexpr,
     COLUMNS: gl.constexpr,
     BOXES: gl.constexpr,
@@ -360,10 +336,8 @@ def product_kernel(
     ROWS: gl.constexpr = x_desc.block_type.shape[1]
     DEPTH: gl.constexpr = x_desc.block_type.shape[2]
     PART: gl.constexpr = out_desc.block_type.shape[2]
-    w_box: gl.constexpr = [DEPTH, COLUMNS] if TRANSPOSED else [COLUMNS // BOXES, DEPTH]
-    w_tile = gl.allocate_shared_memory(
-        gl.bfloat16, [C // DEPTH, BOXES, w_box[0], w_box[1]], w_desc.layout
-    )
+    w_shape: gl.constexpr = [C // DEPTH, BOXES, COLUMNS // BOXES, DEPTH]
+    w_tile = gl.allocate_shared_memory(gl.bfloat16, w_shape, w_desc.layout)
     slices = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, ROWS, DEPTH], x_desc.layout)
     out: gl.constexpr = [BUFFERS, 1, ROWS, PART]
     out_0 = gl.allocate_shared_memory(gl.bfloat16, out, out_desc.layout)
@@ -388,15 +362,9 @@ def product_kernel(
     outputs = (out_desc, other_desc)
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (work, memory, outputs, out_0, turn_0, turn_1, extra, 0, FETCH, FINISH, TRANSPOSED),
-            ),
-            (
-                _consume,
-                (work, memory, outputs, out_1, turn_1, turn_0, extra, 1, FETCH, FINISH, TRANSPOSED),
-            ),
-            (_produce, (work, memory, x_desc, w_desc, piece, TRANSPOSED)),
+            (_consume, (work, memory, outputs, out_0, turn_0, turn_1, extra, 0, FINISH)),
+            (_consume, (work, memory, outputs, out_1, turn_1, turn_0, extra, 1, FINISH)),
+            (_produce, (work, memory, x_desc, w_desc, piece)),
         ],
         [4, 1],
         [240, 24],

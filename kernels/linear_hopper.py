@@ -9,12 +9,11 @@ from triton.experimental.gluon import language as gl
 
 from tinyllm.kernels import hopper
 
+_ENOUGH_ROWS, _ENOUGH_WIDE_ROWS = 4_096, 16_384
+"""Of all workers, for narrow and for wide layers: with fewer, fetching weights takes too long."""
+
 HEAD = 64
 """Dimension of the heads that can be rotated here: a part of a result."""
-
-
-COLUMNS_BACKWARD = 128
-"""Of a tile of gradients, so that registers have room for its gates and ups."""
 
 
 def columns_of(width: int) -> int:
@@ -27,9 +26,12 @@ def gates_of(width: int) -> int:
     return columns_of(width) // 2
 
 
-def fits(x: Tensor) -> bool:
-    """Whether a layer of these inputs can run here."""
-    return hopper.fits(x, columns_of(x.shape[2]))
+def pays(x: Tensor) -> bool:
+    """Whether a layer of these inputs can run here, and takes less time than its parts apart."""
+    workers, rows, width = x.shape
+    columns = columns_of(width)
+    enough = _ENOUGH_ROWS if columns == 256 else _ENOUGH_WIDE_ROWS
+    return workers * rows >= enough and hopper.fits(x, columns)
 
 
 @gluon.jit
@@ -47,7 +49,7 @@ def _turned(head, row, turns, cos_ptr, sin_ptr, length):
 
 
 @gluon.jit
-def finish_rotation(z, fetched, worker, row, tile_n, tiles_n, outputs, buffers, extra):
+def finish_rotation(z, worker, row, tile_n, tiles_n, outputs, buffers, extra):
     """Turns the heads of queries and keys by their positions; see :mod:`tinyllm.kernels.rope`."""
     cos_ptr, sin_ptr, length, turned = extra
     COLUMNS: gl.constexpr = z.shape[1]
@@ -69,7 +71,7 @@ def rotated(
 
 
 @gluon.jit
-def finish_swiglu(z, fetched, worker, row, tile_n, tiles_n, outputs, buffers, extra):
+def finish_swiglu(z, worker, row, tile_n, tiles_n, outputs, buffers, extra):
     """Stores gates, ups and silu(gate) · up; a tile has as many gates as ups."""
     (up_at,) = extra
     PART: gl.constexpr = 64
@@ -94,52 +96,4 @@ def swiglu(x: Tensor, weight: Tensor, gate_up: Tensor, activated: Tensor) -> Non
         extra=(activated.shape[2],),
         columns=columns_of(x.shape[2]),
         boxes=2,
-    )
-
-
-@gluon.jit
-def fetch_gate_up(PART: gl.constexpr, worker, row, tile_n, extra):
-    """Gates and ups of a tile of 128 columns, two parts of each."""
-    gate_up, rows, width = extra
-    at = row + gl.arange(0, 64, gl.SliceLayout(1, PART))
-    columns = tile_n * 128 + gl.arange(0, 64, gl.SliceLayout(0, PART))[None, :]
-    place = gate_up + (worker.to(gl.int64) * rows + at)[:, None] * (2 * width) + columns
-    mask = (at < rows)[:, None]
-    gate_0 = gl.load(place, mask=mask, other=0.0)
-    gate_1 = gl.load(place + 64, mask=mask, other=0.0)
-    up_0 = gl.load(place + width, mask=mask, other=0.0)
-    up_1 = gl.load(place + width + 64, mask=mask, other=0.0)
-    return gate_0, gate_1, up_0, up_1
-
-
-@gluon.jit
-def finish_swiglu_backward(z, fetched, worker, row, tile_n, tiles_n, outputs, buffers, extra):
-    """Turns gradients of the activation into those of gates and ups."""
-    _, _, width = extra
-    PART: gl.constexpr = 64
-    pieces = hopper.parts(z)
-    for number in gl.static_range(2):
-        column = tile_n * 128 + number * PART
-        gate = fetched[number].to(gl.float32)
-        up = fetched[2 + number].to(gl.float32)
-        sigmoid = 1.0 / (1.0 + gl.exp2(gate * -1.4426950408889634))
-        silu = gate * sigmoid
-        dgate = pieces[number] * up * (sigmoid + silu * (1.0 - sigmoid))
-        hopper.send(dgate, outputs[0], [worker, row, column], buffers, 2 * number)
-        dup = pieces[number] * silu
-        hopper.send(dup, outputs[0], [worker, row, width + column], buffers, 2 * number + 1)
-
-
-def swiglu_backward(dy: Tensor, weight: Tensor, gate_up: Tensor, dgate_up: Tensor) -> None:
-    """``dy · W`` and on through the activation.
-
-    See :data:`tinyllm.kernels.swiglu.swiglu_input_gradient`.
-    """
-    hopper.launch(
-        *(dy, weight, [dgate_up]),
-        finish=finish_swiglu_backward,
-        fetch=fetch_gate_up,
-        extra=(gate_up, dy.shape[1], weight.shape[2]),
-        columns=COLUMNS_BACKWARD,
-        transposed=True,
     )

@@ -182,7 +182,7 @@ def _launch_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, length: in
 def _launch_rotated_linear(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int, length: int, qkv: Tensor
 ) -> None:
-    if linear_hopper.fits(x) and x.shape[2] == heads * linear_hopper.HEAD:
+    if linear_hopper.pays(x) and x.shape[2] == heads * linear_hopper.HEAD:
         linear_hopper.rotated(x, weight, cos, sin, heads, length, qkv)
     else:
         linear(x, weight, qkv)

@@ -18,19 +18,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from tinyllm.kernels import hopper
 from tinyllm.kernels.head_hopper import finish_exponentials
-from tinyllm.kernels.linear_hopper import (
-    columns_of,
-    fetch_gate_up,
-    finish_rotation,
-    finish_swiglu,
-    finish_swiglu_backward,
-)
+from tinyllm.kernels.linear_hopper import columns_of, finish_rotation, finish_swiglu
 
 FINISH = {
     "exponentials": (finish_exponentials, 1, ("*fp32", "fp32", "i32", "i32", "constexpr")),
     "rotation": (finish_rotation, 1, ("*fp32", "*fp32", "i32", "i32")),
     "swiglu": (finish_swiglu, 2, ("i32",)),
-    "swiglu_backward": (finish_swiglu_backward, 1, ("*bf16", "i32", "i32")),
 }
 
 
@@ -42,14 +35,10 @@ def described(rows: int, columns: int) -> str:
 
 def compiled(name: str, width: int, rows: int, vocab: int) -> Any:
     finish, boxes, extra = FINISH[name]
-    kernel, transposed = hopper.product_kernel, name == "swiglu_backward"
-    columns = 128 if transposed else columns_of(width)
-    tile = (hopper.DEPTH, columns) if transposed else (columns // boxes, hopper.DEPTH)
+    kernel, columns = hopper.product_kernel, columns_of(width)
     stages, buffers = hopper.slices_and_buffers(columns, width, rows)
     constants = {
-        "FETCH": fetch_gate_up if transposed else hopper.fetch_nothing,
         "FINISH": finish,
-        "TRANSPOSED": transposed,
         "C": width,
         "COLUMNS": columns,
         "BOXES": boxes,
@@ -58,7 +47,7 @@ def compiled(name: str, width: int, rows: int, vocab: int) -> Any:
     }
     signature = {
         "x_desc": described(hopper.ROWS, hopper.DEPTH),
-        "w_desc": described(*tile),
+        "w_desc": described(columns // boxes, hopper.DEPTH),
         "out_desc": described(hopper.ROWS, hopper.PART),
         "other_desc": described(hopper.ROWS, hopper.PART),
         "segments": "*i32",

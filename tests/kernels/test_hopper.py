@@ -14,7 +14,7 @@ from tinyllm.kernels.hopper import schedule
 
 CASES = [
     (name, width, rows, vocab)
-    for name in ("exponentials", "rotation", "swiglu", "swiglu_backward")
+    for name in ("exponentials", "rotation", "swiglu")
     for width in (64, 320, 512, 640)
     for rows in (2_048, 131_072)
     for vocab in ((32_000, 32_001) if name == "exponentials" else (0,))
@@ -67,4 +67,4 @@ def test_compiles_for_hopper(compiled: dict[str, Any], case: tuple[Any, ...]) ->
     kernel = compiled[",".join(map(str, case))]
     assert kernel["products_are_asynchronous"]
     assert kernel["shared_bytes"] <= 227 * 1024
-    assert kernel["spills"] <= 96  # addresses mostly; of 240 registers a thread
+    assert kernel["spills"] <= 16  # of the producer, and where columns are masked

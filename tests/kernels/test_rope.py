@@ -162,9 +162,9 @@ def test_tokens_past_two_to_the_31_elements_on_gpu() -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        *((3, 2, 7, 5, 64), (1, 4, 512, 5, 64), (1, 17, 600, 5, 64), (8, 2, 128, 5, 64)),
-        *((2, 3, 100, 8, 64), (1, 9, 1_024, 10, 64), (3, 2, 33, 1, 64)),
-        (2, 2, 65, 3, 32),  # heads that are not the Hopper kernel's
+        *((3, 2, 7, 5, 64), (1, 4, 512, 5, 64), (1, 17, 600, 5, 64), (8, 4, 128, 5, 64)),
+        *((2, 90, 100, 8, 64), (1, 17, 1_024, 10, 64), (3, 50, 33, 1, 64)),
+        (2, 40, 65, 3, 32),  # heads that are not the Hopper kernel's
     ],
 )
 def test_linear_on_gpu(shape: tuple[int, ...]) -> None:
