@@ -244,10 +244,12 @@ def parts(z):
 
 @gluon.jit
 def send(z, out_desc, place, buffers, NUMBER: gl.constexpr):
-    """Stores a part of a result ``[64, 64]`` at ``place``, by way of a buffer."""
+    """Stores part ``NUMBER`` (0, 1, …) of a tile's results at ``place``, by way of a buffer."""
     BUFFERS: gl.constexpr = buffers.shape[0]
+    # the tile before may have ended with any buffer
+    PENDING: gl.constexpr = 0 if NUMBER == 0 else BUFFERS - 1
     buffer = buffers.index(NUMBER % BUFFERS)
-    tma.store_wait(BUFFERS - 1)  # what was sent from this buffer has left it
+    tma.store_wait(PENDING)  # what was sent from this buffer has left it
     debug_barrier()
     buffer.store(z.to(gl.bfloat16).reshape([1, z.shape[0], z.shape[1]]))
     fence_async_shared()

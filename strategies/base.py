@@ -75,6 +75,7 @@ class ArenaStrategy(ProcessStrategy):
         self._gradients_are_seen = False
         self._tenant: Tenant | None = None
         self._evaluation = ExitStack()
+        self._losses: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
         self._failure_raised = False
         self._state_left: dict[str, Any] | None = None
         self._common_stop: CommonStop | None = None
@@ -313,12 +314,19 @@ class ArenaStrategy(ProcessStrategy):
         self._evaluation.enter_context(self.average_bound())
         tenant, engine = self._tenant, self._engine
         if engine is not None and tenant is not None and tenant.average is not None:
-            losses = engine.losses(tenant.average)
-            if losses is not None:
-                self._evaluation.enter_context(tenant.token_losses_by(losses))
+            self._losses = engine.losses(tenant.average)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._losses is None:
+            return super().validation_step(*args, **kwargs)
+        # not while callbacks run, which may copy the module
+        with self._own_tenant.token_losses_by(self._losses):
+            return super().validation_step(*args, **kwargs)
 
     @override
     def on_validation_end(self) -> None:
+        self._losses = None
         self._evaluation.close()
         super().on_validation_end()
 
@@ -371,6 +379,7 @@ class ArenaStrategy(ProcessStrategy):
 
     @override
     def teardown(self) -> None:
+        self._losses = None
         self._evaluation.close()  # an error may have come before its end
         if self._log_points is not None:
             self._log_points.end()

@@ -1,6 +1,6 @@
 """A run's folder: its newest state is always in ``last.ckpt``, and earlier runs are kept aside."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import proxy
@@ -93,6 +93,7 @@ class RunCheckpoint(ModelCheckpoint):
     """
 
     _begun = False
+    _saved_before: Sequence[tuple[int, str]] = ()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -103,6 +104,8 @@ class RunCheckpoint(ModelCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._begun = True
+        # callbacks that served another fit still name what they saved there
+        self._saved_before = self._saved_by_others(trainer)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -172,12 +175,9 @@ class RunCheckpoint(ModelCheckpoint):
     def _links(self, trainer: Trainer, filepath: str) -> bool:
         """Whether the state was saved already and now has this name, too; the same on all ranks."""
         saved = [
-            other._last_checkpoint_saved
-            for other in trainer.checkpoint_callbacks
-            if isinstance(other, ModelCheckpoint)
-            and other is not self
-            and other._last_checkpoint_saved
-            and other._last_global_step_saved == trainer.global_step
+            path
+            for step, path in self._saved_by_others(trainer)
+            if path and step == trainer.global_step and (step, path) not in self._saved_before
         ]
         # not by other writers, which may change a file in place, or not be done with it
         writer = trainer.strategy.checkpoint_io if saved else None
@@ -202,6 +202,14 @@ class RunCheckpoint(ModelCheckpoint):
         linked = trainer.strategy.broadcast(linked)
         trainer.strategy.barrier("Trainer.save_checkpoint")
         return linked
+
+    def _saved_by_others(self, trainer: Trainer) -> list[tuple[int, str]]:
+        """What other callbacks saved last, and after how many updates."""
+        return [
+            (other._last_global_step_saved, other._last_checkpoint_saved)
+            for other in trainer.checkpoint_callbacks
+            if isinstance(other, ModelCheckpoint) and other is not self
+        ]
 
     def _first_with(self, state: dict[str, Any], paths: list[str]) -> str | None:
         """The first of some checkpoints that holds a state, but for where the last one was."""

@@ -83,6 +83,7 @@ def main() -> None:
         kernel = compiled(name, *map(int, numbers))
         result[case] = {
             "products_are_asynchronous": "wgmma.mma_async" in kernel.asm["ptx"],
+            "full_waits": len(re.findall(r"bulk\.wait_group\.read\s+0;", kernel.asm["ptx"])),
             "shared_bytes": kernel.metadata.shared,
             "spills": spills(kernel.asm["cubin"]),
         }

@@ -66,5 +66,8 @@ def compiled() -> dict[str, Any]:
 def test_compiles_for_hopper(compiled: dict[str, Any], case: tuple[Any, ...]) -> None:
     kernel = compiled[",".join(map(str, case))]
     assert kernel["products_are_asynchronous"]
+    # of both consumers, before each tile's first store and at the end: no buffer is written before
+    # what the tile before sent from it has left
+    assert kernel["full_waits"] >= 4
     assert kernel["shared_bytes"] <= 227 * 1024
     assert kernel["spills"] <= 16  # of the producer, and where columns are masked

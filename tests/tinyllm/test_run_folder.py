@@ -5,15 +5,20 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 import yaml
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import run_on_ranks
 from run_files import Run, copy, load, metrics
 from stopping import tinyllm_on_this_rank
+from torch.utils.data import DataLoader
 
+from tinyllm import LlamaConfig, TinyLLM
 from tinyllm.data.cache import TokenCache
-from tinyllm.module import TinyLLM
+from tinyllm.module import AdamWConfig
 from tinyllm.run_folder import RunCheckpoint, _same
+from tinyllm.strategies import SyncStrategy
 
 
 def test_a_run_leaves_its_configuration_log_and_checkpoints(finished: Path, tiny: Path) -> None:
@@ -150,6 +155,31 @@ def test_last_is_written_where_no_file_can_be_shared(
     assert saved == ["best.ckpt", "last.ckpt"] * 2
     left = [path for path in Path().rglob("*") if "partial" in path.name or path.name == "memory:"]
     assert not left
+
+
+def test_a_callback_of_an_earlier_fit_lends_no_file(tmp_path: Path) -> None:
+    """The second fit is worse at the update after which the first one saved its best."""
+    names: dict[str, Any] = {"dirpath": tmp_path, "enable_version_counter": False}
+    best = ModelCheckpoint(filename="best", monitor="validation/loss", **names)
+    rows = torch.randint(16, (8, 9), generator=torch.Generator().manual_seed(0))
+    config = LlamaConfig(layers=1, width=8, heads=2, ffn_width=8, vocab_size=16, context=8)
+    for rate in (0.01, 0.0):
+        module = TinyLLM(config=config, optimizer=AdamWConfig(lr=rate))
+        last = RunCheckpoint(save_top_k=0, save_last=True, **names)
+        trainer = Trainer(
+            accelerator="cpu",
+            max_steps=2,
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[best, last],
+            strategy=SyncStrategy(compile=False),
+        )
+        trainer.fit(module, DataLoader(rows, batch_size=4), DataLoader(rows, batch_size=4))
+        weights = torch.load(last.last_model_path, weights_only=True)["state_dict"]
+        for name, weight in module.state_dict().items():
+            assert torch.equal(weights[name], weight), name
 
 
 @pytest.mark.parametrize("refusing", [False, True])
