@@ -30,7 +30,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tinyllm.kernels import head_hopper, hopper
+from tinyllm.kernels import head_hopper
+from tinyllm.kernels.hopper import columns_of, fits
 from tinyllm.kernels.operation import Operation
 
 IGNORED = -100
@@ -49,14 +50,9 @@ FINISHED_ROWS = 16
 _LOG2_E = 1.4426950408889634
 
 
-def tile_columns(width: int) -> int:
-    """Vocabulary entries behind one partial sum: as many as a multiprocessor has memory for."""
-    return 256 if width <= 320 else 128
-
-
 def tiles(vocab: int, width: int) -> int:
     """Partial sums of a row."""
-    return -(-vocab // tile_columns(width))
+    return -(-vocab // columns_of(width))
 
 
 def padded(vocab: int) -> int:
@@ -80,7 +76,7 @@ def _exponentials_reference(h: Tensor, embedding: Tensor, exps: Tensor, sums: Te
     values = torch.exp(torch.bmm(h, embedding.transpose(1, 2)).to(sums.dtype) - OFFSET)
     exps.zero_()
     exps[:, :, :vocab] = values
-    for tile, part in enumerate(values.split(tile_columns(h.shape[2]), dim=2)):
+    for tile, part in enumerate(values.split(columns_of(h.shape[2]), dim=2)):
         sums[:, tile] = part.sum(2)
 
 
@@ -134,9 +130,9 @@ def _exponentials_kernel(
 
 def _launch_exponentials(h: Tensor, embedding: Tensor, exps: Tensor, sums: Tensor) -> None:
     workers, rows, width = h.shape
-    vocab, columns = embedding.shape[1], tile_columns(width)
-    if hopper.fits(h, columns):
-        head_hopper.exponentials(h, embedding, exps, sums, columns, OFFSET * _LOG2_E)
+    vocab, columns = embedding.shape[1], columns_of(width)
+    if fits(h):
+        head_hopper.exponentials(h, embedding, exps, sums, OFFSET * _LOG2_E)
         return
     block_m, block_k = 128, 64
     tiles_m, tiles_n = triton.cdiv(rows, block_m), tiles(vocab, width)

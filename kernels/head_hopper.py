@@ -16,8 +16,8 @@ def finish_exponentials(z, worker, row, tile_n, tiles_n, outputs, buffers, extra
     sums, offset_log2, rows, vocab, masked = extra
     LOG2_E: gl.constexpr = 1.4426950408889634
     COLUMNS: gl.constexpr = z.shape[1]
-    PART: gl.constexpr = 64
     pieces = hopper.parts(z)
+    PART: gl.constexpr = pieces[0].shape[1]
     total = gl.zeros((z.shape[0],), gl.float32, gl.SliceLayout(1, pieces[0].type.layout))
     for number in gl.static_range(COLUMNS // PART):
         column = tile_n * COLUMNS + number * PART
@@ -33,7 +33,7 @@ def finish_exponentials(z, worker, row, tile_n, tiles_n, outputs, buffers, extra
 
 
 def exponentials(
-    h: Tensor, embedding: Tensor, exps: Tensor, sums: Tensor, columns: int, offset_log2: float
+    h: Tensor, embedding: Tensor, exps: Tensor, sums: Tensor, offset_log2: float
 ) -> None:
     """Launches the kernel; see :data:`tinyllm.kernels.head.exponentials`.
 
@@ -41,10 +41,10 @@ def exponentials(
         h: ``[W, M, C]`` bf16.
         embedding: ``[W, V, C]`` bf16.
         exps: ``[W, M, Vp]`` bf16, written.
-        sums: ``[W, ceil(V / columns), M]`` fp32, written.
-        columns: Of a tile of the embedding.
+        sums: ``[W, tiles, M]`` fp32, written.
         offset_log2: What is taken from every exponent of two.
     """
-    vocab = embedding.shape[1]
-    extra = (sums, offset_log2, h.shape[1], vocab, gl.constexpr(vocab % columns != 0))
-    hopper.launch(h, embedding, [exps], finish=finish_exponentials, extra=extra, columns=columns)
+    rows, vocab = h.shape[1], embedding.shape[1]
+    masked = gl.constexpr(vocab % hopper.columns_of(h.shape[2]) != 0)
+    extra = (sums, offset_log2, rows, vocab, masked)
+    hopper.launch(h, embedding, [exps], finish=finish_exponentials, extra=extra)

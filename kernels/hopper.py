@@ -48,25 +48,30 @@ _FEW_ROWS = 8_192
 """Up to which x lies in the L2 cache, and a second buffer for results is worth more than slices."""
 
 
-def fits(x: Tensor, columns: int) -> bool:
-    """Whether products can run where ``x`` lies, with tiles of so many columns of the result."""
+def columns_of(width: int) -> int:
+    """Of a tile of results of inputs of a width, as many as shared memory has room for."""
+    return 256 if width <= 320 else 128
+
+
+def fits(x: Tensor) -> bool:
+    """Whether products can run where ``x`` lies, and with inputs as wide."""
     return (
         x.dtype == torch.bfloat16
         and x.is_cuda
         and torch.cuda.get_device_capability(x.device) == (9, 0)
         and x.shape[-1] % DEPTH == 0
-        and _room(columns, x.shape[-1]) >= 8 * _SLICE_BYTES
+        and _room(x.shape[-1]) >= 8 * _SLICE_BYTES
     )
 
 
-def _room(columns: int, width: int) -> int:
+def _room(width: int) -> int:
     """Bytes beside a tile of the weight."""
-    return _SHARED_BYTES - _BARRIER_BYTES - 2 * columns * width
+    return _SHARED_BYTES - _BARRIER_BYTES - 2 * columns_of(width) * width
 
 
-def slices_and_buffers(columns: int, width: int, rows: int) -> tuple[int, int]:
+def slices_and_buffers(width: int, rows: int) -> tuple[int, int]:
     """How many slices of x, and how many buffers for each consumer's results, shared memory has."""
-    if _room(columns, width) >= 12 * _SLICE_BYTES:
+    if _room(width) >= 12 * _SLICE_BYTES:
         return 8, 2
     return (4, 2) if rows <= _FEW_ROWS else (6, 1)
 
@@ -78,7 +83,6 @@ def launch(
     *,
     finish: Any,
     extra: tuple[Any, ...],
-    columns: int,
     boxes: int = 1,
 ) -> None:
     """Launches products of all workers.
@@ -89,13 +93,13 @@ def launch(
         outputs: One or two ``[W, M, ·]`` bf16, which ``finish`` sends results to.
         finish: A Gluon function that works on a tile; see :func:`_consume`.
         extra: What it takes beside.
-        columns: Rows of the weight in a tile: columns of the result.
         boxes: From as many equal pieces of the weight a tile is put together.
     """
     workers, rows, width = x.shape
+    columns = columns_of(width)
     piece = weight.shape[1] // boxes
     tiles_m, tiles_n = triton.cdiv(rows, ROWS), triton.cdiv(piece, columns // boxes)
-    stages, buffers = slices_and_buffers(columns, width, workers * rows)
+    stages, buffers = slices_and_buffers(width, workers * rows)
     segments, starts = _on_device(workers * tiles_n, tiles_m, x.device)
     product_kernel[(len(starts) - 1,)](
         _descriptor(x, ROWS, DEPTH),

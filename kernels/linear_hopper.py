@@ -12,26 +12,20 @@ from tinyllm.kernels import hopper
 _ENOUGH_ROWS, _ENOUGH_WIDE_ROWS = 4_096, 16_384
 """Of all workers, for narrow and for wide layers: with fewer, fetching weights takes too long."""
 
-HEAD = 64
-"""Dimension of the heads that can be rotated here: a part of a result."""
-
-
-def columns_of(width: int) -> int:
-    """Of a tile, as many as shared memory has room for."""
-    return 256 if width <= 320 else 128
+HEAD = hopper.PART
+"""Dimension of the heads that can be rotated here."""
 
 
 def gates_of(width: int) -> int:
     """In a tile of gates and ups."""
-    return columns_of(width) // 2
+    return hopper.columns_of(width) // 2
 
 
 def pays(x: Tensor) -> bool:
     """Whether a layer of these inputs can run here, and takes less time than its parts apart."""
     workers, rows, width = x.shape
-    columns = columns_of(width)
-    enough = _ENOUGH_ROWS if columns == 256 else _ENOUGH_WIDE_ROWS
-    return workers * rows >= enough and hopper.fits(x, columns)
+    enough = _ENOUGH_ROWS if hopper.columns_of(width) == 256 else _ENOUGH_WIDE_ROWS
+    return workers * rows >= enough and hopper.fits(x)
 
 
 @gluon.jit
@@ -53,8 +47,8 @@ def finish_rotation(z, worker, row, tile_n, tiles_n, outputs, buffers, extra):
     """Turns the heads of queries and keys by their positions; see :mod:`tinyllm.kernels.rope`."""
     cos_ptr, sin_ptr, length, turned = extra
     COLUMNS: gl.constexpr = z.shape[1]
-    HEAD: gl.constexpr = 64
     pieces = hopper.parts(z)
+    HEAD: gl.constexpr = pieces[0].shape[1]
     for number in gl.static_range(COLUMNS // HEAD):
         column = tile_n * COLUMNS + number * HEAD
         head = _turned(pieces[number], row, column < turned, cos_ptr, sin_ptr, length)
@@ -66,18 +60,17 @@ def rotated(
 ) -> None:
     """``x · Wᵀ`` with queries and keys turned; see :data:`tinyllm.kernels.rope.rotated_linear`."""
     extra = (cos, sin, length, 2 * heads * HEAD)
-    columns = columns_of(x.shape[2])
-    hopper.launch(x, weight, [qkv], finish=finish_rotation, extra=extra, columns=columns)
+    hopper.launch(x, weight, [qkv], finish=finish_rotation, extra=extra)
 
 
 @gluon.jit
 def finish_swiglu(z, worker, row, tile_n, tiles_n, outputs, buffers, extra):
     """Stores gates, ups and silu(gate) · up; a tile has as many gates as ups."""
     (up_at,) = extra
-    PART: gl.constexpr = 64
+    pieces = hopper.parts(z)
+    PART: gl.constexpr = pieces[0].shape[1]
     HALF: gl.constexpr = z.shape[1] // 2
     PARTS: gl.constexpr = HALF // PART
-    pieces = hopper.parts(z)
     for number in gl.static_range(PARTS):
         column = tile_n * HALF + number * PART
         gate = pieces[number]
@@ -94,6 +87,5 @@ def swiglu(x: Tensor, weight: Tensor, gate_up: Tensor, activated: Tensor) -> Non
         *(x, weight, [gate_up, activated]),
         finish=finish_swiglu,
         extra=(activated.shape[2],),
-        columns=columns_of(x.shape[2]),
         boxes=2,
     )

@@ -18,7 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from tinyllm.kernels import hopper
 from tinyllm.kernels.head_hopper import finish_exponentials
-from tinyllm.kernels.linear_hopper import columns_of, finish_rotation, finish_swiglu
+from tinyllm.kernels.linear_hopper import finish_rotation, finish_swiglu
 
 FINISH = {
     "exponentials": (finish_exponentials, 1, ("*fp32", "fp32", "i32", "i32", "constexpr")),
@@ -35,8 +35,8 @@ def described(rows: int, columns: int) -> str:
 
 def compiled(name: str, width: int, rows: int, vocab: int) -> Any:
     finish, boxes, extra = FINISH[name]
-    kernel, columns = hopper.product_kernel, columns_of(width)
-    stages, buffers = hopper.slices_and_buffers(columns, width, rows)
+    kernel, columns = hopper.product_kernel, hopper.columns_of(width)
+    stages, buffers = hopper.slices_and_buffers(width, rows)
     constants = {
         "FINISH": finish,
         "C": width,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Backend, choose_on_cpu
+from engines import Backend
 from lightning.pytorch import Callback
 from simulation import CONFIG, OPTIMIZER, SCHEDULE, Batches, batches, fit, new_trainer, tiny
 from torch import Tensor
@@ -55,12 +55,6 @@ def ragged(device: str = "cpu", config: LlamaConfig = CONFIG) -> list[Tensor]:
     rows = torch.randint(config.vocab_size, (7, config.context + 1)).to(device)
     rows[2, 3:5] = rows[6, -2:] = -100
     return [*rows.split(3), rows[:2, : config.context - 2]]
-
-
-@pytest.fixture
-def choosable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets strategies take gh200 on this CPU."""
-    monkeypatch.setattr("tinyllm.strategies.base.choose_backend", choose_on_cpu)
 
 
 @pytest.mark.usefixtures("choosable")

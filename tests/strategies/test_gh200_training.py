@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import rank_jobs
 import torch
-from engines import Backend, choose_on_cpu
+from engines import Backend
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import RanksError, run_on_ranks
@@ -35,12 +35,6 @@ from tinyllm.strategies.gh200 import Gh200Engine
 TOLERANCE = 1e-10
 
 # --- through the Trainer --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def choosable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets strategies take gh200 on this CPU."""
-    monkeypatch.setattr("tinyllm.strategies.base.choose_backend", choose_on_cpu)
 
 
 def sync(backend: Backend, **options: Any) -> ArenaStrategy:
