@@ -58,8 +58,24 @@ GPU_WORKLOADS = (
     "20m-sync-b16-c1024-clipoff",
     "20m-packed8-awc-production",
     "20m-packed4-atc-production",
+    "20m-sync-b8-c512-clipoff",
+    "50m-packed4-b16-c512-clipoff",
+    "50m-sync-b8-c512-clipoff",
+    "90m-packed8-b4-c1024-clip1",
+    "90m-packed4-b4-c512-clipoff",
+    "50m-packed8-b16-c512-clipoff",
+    "90m-sync-b4-c1024-clip1",
+    "90m-packed4-b8-c1024-clip1",
+    "50m-packed4-b4-c1024-clip1",
+    "50m-packed8-b8-c512-clip1",
+    "50m-sync-b16-c512-clip1",
+    "90m-packed8-b8-c512-clipoff",
+    "20m-packed4-b16-c1024-clipoff",
 )
-"""In the order in which a pilot takes them: no four neighbours need all memory of a large GPU."""
+"""In the order in which a pilot takes them: no four neighbours need all memory of a large GPU. The
+first 12 have every production case; all have six small-batch workloads of each category, which
+among them have every model, batch, context and clip.
+"""
 
 
 def toy_protocol(workloads: int = 2, repeats: int = 1) -> Protocol:
@@ -213,7 +229,7 @@ def main() -> int:
         help="What is compared with native (default: native itself).",
     )
     parser.add_argument(
-        "--workloads", type=int, metavar="N", help="How many, of 2 (default: 2) or 12 (6)."
+        "--workloads", type=int, metavar="N", help="How many, of 2 (default: 2) or 25 (6)."
     )
     parser.add_argument(
         "--repeats", type=int, metavar="N", help="How many (default: 1 on a CPU, 3 on a GPU)."

@@ -111,9 +111,15 @@ def test_the_protocol_for_a_gpu(tmp_path: Path, candidate: str) -> None:
 
 
 def test_a_gpu_pilot_is_version_1_for_a_shorter_time() -> None:
-    protocol = PILOT["gpu_protocol"](12, 3)
-    assert len({w.id for w in protocol.workloads}) == 12
-    assert {w.mode for w in protocol.workloads} == {"sync", "packed4", "packed8"}
+    protocol = PILOT["gpu_protocol"](25, 3)
+    production = {w.id for w in PROTOCOL_1.workloads if w.kind == "production"}
+    assert production <= {w.id for w in protocol.workloads[:12]}
+    for mode in ("sync", "packed4", "packed8"):
+        small = [w for w in protocol.workloads if w.kind == "small-batch" and w.mode == mode]
+        assert len(small) == 6
+        for axis in ("preset", "local_batch", "context", "clip"):
+            whole = {getattr(w, axis) for w in PROTOCOL_1.workloads if w.kind == "small-batch"}
+            assert {getattr(w, axis) for w in small} == whole
     shorter = ("version", "workloads", "recipes", "warmup_updates", "windows", "window_seconds")
     same = {name: getattr(PROTOCOL_1, name) for name in (*shorter, "numerical_updates")}
     assert replace(protocol, **same) == PROTOCOL_1
