@@ -6,7 +6,10 @@ It trains through ``tinyllm fit`` from the frozen sources, and gives what ``resu
 import csv
 import json
 import math
+import multiprocessing
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,9 +186,12 @@ def numerical(bench: Bench, workload: Workload, folder: Path) -> dict[str, Any]:
     for name, side in runs.items():
         bench.train(side, config, folder / name)
     rows: list[dict[str, Any]] = []
-    for name, comparison in ((CANDIDATE, "candidate/native"), ("control", "native/native")):
-        try:
-            found = compare_traces(
+    comparisons = {CANDIDATE: "candidate/native", "control": "native/native"}
+    # other jobs' comparisons would wait for this one's in a process that they share
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
+        under_way = {
+            name: processes.submit(
+                compare_traces,
                 folder / "reference" / "trace",
                 folder / name / "trace",
                 workload=workload.id,
@@ -193,12 +199,22 @@ def numerical(bench: Bench, workload: Workload, folder: Path) -> dict[str, Any]:
                 protocol=protocol.hash,
                 updates=protocol.numerical_updates,
             )
-        except TraceError as error:
-            raise RunError(f"the traces of {comparison} do not match: {error}") from error
-        found.parameters.to_csv(folder / f"parameters-{name}.csv", index=False)
-        # what is not finite goes on as text, for the gate to refuse
-        records = found.rows.to_dict("records")
-        rows += [{str(k): _plain(v) for k, v in row.items()} for row in records]
+            for name, comparison in comparisons.items()
+        }
+        for name, comparison in comparisons.items():
+            try:
+                found = under_way[name].result()
+            except TraceError as error:
+                raise RunError(f"the traces of {comparison} do not match: {error}") from error
+            except BrokenProcessPool as error:
+                raise RunError(
+                    f"comparing the traces of {comparison} was ended from outside, by the system "
+                    "perhaps, for want of memory; run fewer at a time: --parallel"
+                ) from error
+            found.parameters.to_csv(folder / f"parameters-{name}.csv", index=False)
+            # what is not finite goes on as text, for the gate to refuse
+            records = found.rows.to_dict("records")
+            rows += [{str(k): _plain(v) for k, v in row.items()} for row in records]
     inputs = {name: _retain_inputs(bench.root, folder / name / "trace") for name in runs}
     return {"inputs": inputs, "rows": rows}
 
