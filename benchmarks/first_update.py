@@ -16,11 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-
-from tinyllm.data.prepare import prepare
+from setting import random_cache, versions
 
 HERE = Path(__file__).resolve().parent
 
@@ -73,24 +71,18 @@ def main() -> None:
         "--backends", nargs="+", choices=("native", "gh200"), default=["gh200", "native"]
     )
     options = parser.parse_args()
-    results: dict[str, Any] = {"method": __doc__, "torch": torch.__version__, "seconds": {}}
+    results: dict[str, Any] = {**versions(), "method": __doc__, "seconds": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tokens = np.random.default_rng(0).integers(3, 32_000, 2_000_000, dtype=np.uint16)
-        tokens[1_000::1_001] = 2  # a boundary
-        tokens.tofile(folder / "random.bin")
-        prepare(
-            folder / "cache", "tokens", str(folder / "random.bin"), vocab_size=32_000, boundary_id=2
-        )
+        cache = random_cache(folder, 2_000_000)
         for backend in options.backends:
             kernels = folder / f"kernels-{backend}"
             for state in ("cold", "warm"):
                 place = folder / f"{backend}-{state}"
                 place.mkdir()
-                seconds = measure(backend, folder / "cache", place, kernels)
+                seconds = measure(backend, cache, place, kernels)
                 results["seconds"][f"{backend}, {state}"] = seconds
                 print(f"{backend} {state}: {seconds:.1f} s", flush=True)
-    results["gpu"] = torch.cuda.get_device_name()
     options.results.write_text(json.dumps(results, indent=2))
 
 

@@ -12,7 +12,6 @@ GPUs is measured alone.
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
 import time
@@ -24,14 +23,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import Strategy
+from setting import random_cache, versions
 
 from tinyllm import TinyLLM, TokenDataModule
 from tinyllm.callbacks import MemoryMonitor, ThroughputWindows
-from tinyllm.data.prepare import prepare
 from tinyllm.logger import RunLogger
 from tinyllm.progress import RunProgressBar
 from tinyllm.strategies import DecentralizedStrategy, SyncStrategy
@@ -162,23 +160,16 @@ def main() -> None:
             "a case on several GPUs is measured alone, since its other ranks run this again"
         )
     results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
+        **versions(),
         "method": __doc__,
         "cases": {},
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tokens = np.random.default_rng(0).integers(0, 32_000, 40_000_000, dtype=np.uint16)
-        tokens.tofile(folder / "random.bin")
-        prepare(
-            folder / "cache", "tokens", str(folder / "random.bin"), vocab_size=32_000, boundary_id=2
-        )
+        cache = random_cache(folder, 40_000_000)
         for name, backend, residency in runs:
             place = folder / name / backend / residency
-            result = measure(CASES[name], backend, residency, folder / "cache", place)
+            result = measure(CASES[name], backend, residency, cache, place)
             label = backend if residency == "auto" else f"{backend}, tokens on the {residency}"
             results["cases"].setdefault(name, {})[label] = result
             share = result["share_of_bare_loop"]

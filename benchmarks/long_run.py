@@ -20,14 +20,12 @@ import argparse
 import csv
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,6 +33,7 @@ from typing import Any
 import torch
 import yaml
 from lightning.pytorch.profilers import Profiler
+from setting import versions
 
 from tinyllm.callbacks.files import write_json
 from tinyllm.data.cache import CacheError, TokenCache
@@ -190,10 +189,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except CacheError as error:
         parser.error(str(error))
     results: dict[str, Any] = {
-        "torch": torch.__version__,
-        "triton": version("triton"),
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
+        **versions(),
         "cache": cache.identity,
         "cold": options.cold,
         "options": shlex.join(passed_on),
@@ -215,7 +211,6 @@ def main(args: Sequence[str] | None = None) -> None:
     for seed in options.seeds:
         for backend in options.backends:
             run = measured(backend, seed)
-            results["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
             results["cases"].setdefault(f"seed {seed}", {})[backend] = run
             write_json(options.results, results)
             parts = ("imports", "first_update", "training", "validation", "checkpoints", "ending")

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from setting import versions
 from torch import Tensor
 
 from tinyllm.arena import Arena, ArenaLayout
@@ -370,9 +371,7 @@ def main() -> None:
     for row in table:
         row["ratio"] = row["total_seconds"] / row["floor_seconds"]
     result = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+        **versions(),
         "workload": f"{preset}, {workers} workers, {rows} x {context}",
         "method": __doc__,
         "flop_per_second": flop_rate,

@@ -12,7 +12,6 @@ RESULTS.json. Exits 1 if something is not flat: see ``Limits``.
 import argparse
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -22,14 +21,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from setting import random_cache, versions
 
 from tinyllm import LlamaConfig, TinyLLM, TokenDataModule
 from tinyllm.callbacks import ConsensusDistance, MemoryMonitor
 from tinyllm.callbacks.files import write_csv, write_json
-from tinyllm.data.prepare import prepare
 from tinyllm.logger import RunLogger
 from tinyllm.schedule import WarmupCosine
 from tinyllm.strategies import DecentralizedStrategy
@@ -189,10 +187,7 @@ def train(options: argparse.Namespace, folder: Path) -> list[Window]:
     seed_everything(0, verbose=False)
     on_gpu = options.device == "gpu"
     vocab, context, rows = (32_000, 1024, 128) if on_gpu else (TINY.vocab_size, TINY.context, 16)
-    tokens = np.random.default_rng(0).integers(3, vocab, 40_000_000 if on_gpu else 400_000, "<u2")
-    tokens[1_000::1_001] = 2  # a boundary
-    tokens.tofile(folder / "random.bin")
-    prepare(folder / "cache", "tokens", str(folder / "random.bin"), vocab_size=vocab, boundary_id=2)
+    cache = random_cache(folder, 40_000_000 if on_gpu else 400_000, vocab)
     total_seconds = None if options.minutes is None else 60 * options.minutes
     watch = Watch(options.window_seconds, total_seconds, rows * context, folder)
     trainer = Trainer(
@@ -215,7 +210,7 @@ def train(options: argparse.Namespace, folder: Path) -> list[Window]:
     )
     schedule = WarmupCosine(updates=options.updates or 100_000)
     size: dict[str, Any] = {"preset": "20m"} if on_gpu else {"config": TINY}
-    data = TokenDataModule(str(folder / "cache"), context=context, batch_size=rows)
+    data = TokenDataModule(str(cache), context=context, batch_size=rows)
     trainer.fit(TinyLLM(**size, schedule=schedule), data)
     return watch.windows
 
@@ -239,9 +234,8 @@ def main(args: Sequence[str] | None = None) -> int:
     rows = [[getattr(window, name) for name in names] for window in windows]
     write_csv(options.results.with_suffix(".csv"), names, rows)
     found = judge(windows, options.device == "gpu") | {
-        "device": torch.cuda.get_device_name() if options.device == "gpu" else "cpu",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        **versions(),
+        "device": options.device,
         "window_seconds": options.window_seconds,
     }
     write_json(options.results.with_suffix(".json"), found)

@@ -1,0 +1,40 @@
+"""What benchmarks run on, and tokens that need no corpus."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tinyllm.acceptance.environment import environment
+from tinyllm.data.prepare import prepare
+
+BOUNDARY = 2
+
+
+def versions() -> dict[str, Any]:
+    """What a figure is of: the GPU, its driver, and the libraries."""
+    found = environment()
+    gpu = found["gpus"][0] if found["gpus"] else {"name": "none", "driver_version": "none"}
+    libraries = {name: found["packages"].get(name) for name in ("torch", "triton")}
+    return {
+        **{"gpu": gpu["name"], "driver": gpu["driver_version"], "python": found["python"]},
+        **{**libraries, "cuda": torch.version.cuda},
+    }
+
+
+def random_cache(folder: Path, tokens: int, vocab_size: int = 32_000) -> Path:
+    """A token cache of random documents of 1,000 tokens.
+
+    Args:
+        folder: Takes it and the file that it is made of.
+        tokens: How many.
+        vocab_size: Ids are below it.
+    """
+    ids = np.random.default_rng(0).integers(BOUNDARY + 1, vocab_size, tokens, dtype="<u2")
+    ids[1_000::1_001] = BOUNDARY
+    file = folder / "random.u16"
+    ids.tofile(file)
+    cache = folder / "cache"
+    prepare(cache, "tokens", str(file), vocab_size=vocab_size, boundary_id=BOUNDARY)
+    return cache
