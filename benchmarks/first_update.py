@@ -71,7 +71,7 @@ def main() -> None:
         "--backends", nargs="+", choices=("native", "gh200"), default=["gh200", "native"]
     )
     options = parser.parse_args()
-    results: dict[str, Any] = {**versions(), "method": __doc__, "seconds": {}}
+    results: dict[str, Any] = {**versions(), "method": __doc__, "cases": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         cache = random_cache(folder, 2_000_000)
@@ -81,7 +81,7 @@ def main() -> None:
                 place = folder / f"{backend}-{state}"
                 place.mkdir()
                 seconds = measure(backend, cache, place, kernels)
-                results["seconds"][f"{backend}, {state}"] = seconds
+                results["cases"].setdefault(state, {})[backend] = {"first_update_seconds": seconds}
                 print(f"{backend} {state}: {seconds:.1f} s", flush=True)
     options.results.write_text(json.dumps(results, indent=2))
 

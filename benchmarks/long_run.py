@@ -190,7 +190,7 @@ def main(args: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     results: dict[str, Any] = {
         **versions(),
-        "cache": cache.identity,
+        "cache": cache.identity[:12],
         "cold": options.cold,
         "options": shlex.join(passed_on),
         "method": __doc__,

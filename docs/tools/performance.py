@@ -222,9 +222,10 @@ def _largest(rows: list[Row]) -> str:
     """For a long table the largest of each measured number, by what tells a few kinds of row."""
     texts = {name for row in rows for name, value in row.values.items() if isinstance(value, str)}
     kinds = {name: {row.values.get(name) for row in rows} for name in sorted(texts)}
-    name = min(kinds, key=lambda name: len(kinds[name]), default=None)
-    if name is None or not 1 < len(kinds[name]) <= _FEW_KINDS:
+    few = {name: len(found) for name, found in kinds.items() if 1 < len(found) <= _FEW_KINDS}
+    if not few:
         return ""
+    name = min(few, key=lambda name: few[name])
     columns = [key for key, value in rows[0].values.items() if isinstance(value, float)]
     largest = []
     for kind in dict.fromkeys(row.values[name] for row in rows):
@@ -261,7 +262,8 @@ def _chart(rows: list[Row]) -> str | None:
     cases = list(dict.fromkeys(row.labels[0] for row, _ in rated))
     backends = list(dict.fromkeys(row.labels[1] for row, _ in rated if len(row.labels) > 1))
     height = 0.8 / max(1, len(backends))
-    figure = Figure(figsize=(8, 0.7 + 0.28 * len(cases) * max(1, len(backends))))
+    bars = 0.28 * len(cases) * max(1, len(backends))
+    figure = Figure(figsize=(8, 0.7 + bars + (0.3 if len(backends) > 1 else 0)))
     axes = figure.add_subplot()
     for row, rate in rated:
         index = backends.index(row.labels[1]) if backends and len(row.labels) > 1 else 0
@@ -278,7 +280,8 @@ def _chart(rows: list[Row]) -> str | None:
         axes.spines[side].set_visible(False)
     if len(backends) > 1:
         handles = [mpl.patches.Patch(color=_COLORS.get(b, "#1f6feb"), label=b) for b in backends]
-        axes.legend(handles=handles, fontsize=9, frameon=False, loc="lower right")
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": len(backends)}
+        axes.legend(handles=handles, fontsize=9, frameon=False, **place)
     figure.tight_layout()
     out = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "tinyllm"}):
@@ -295,6 +298,7 @@ def _section(report: Report, generated: dict[str, str]) -> str:
     generated |= report.files
     parts = [f"## {_title(report.name)}"]
     facts = {k: v for k, v in content.items() if isinstance(v, str | int | float) and k != "method"}
+    facts = {k: v for k, v in facts.items() if v != ""}
     parts.append(", ".join(f"{k.replace('_', ' ')} {_cell(k, v)}" for k, v in facts.items()))
     parts += [f"![{report.what}]({file})" for file in report.files if file.endswith(".svg")]
     for number, (title, rows) in enumerate(report.tables):
