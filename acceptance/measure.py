@@ -7,6 +7,8 @@ import csv
 import json
 import math
 import multiprocessing
+import os
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -188,7 +190,8 @@ def numerical(bench: Bench, workload: Workload, folder: Path) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     comparisons = {CANDIDATE: "candidate/native", "control": "native/native"}
     # other jobs' comparisons would wait for this one's in a process that they share
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, spawn, initializer=_end_with_parent) as processes:
         under_way = {
             name: processes.submit(
                 compare_traces,
@@ -217,6 +220,18 @@ def numerical(bench: Bench, workload: Workload, folder: Path) -> dict[str, Any]:
             rows += [{str(k): _plain(v) for k, v in row.items()} for row in records]
     inputs = {name: _retain_inputs(bench.root, folder / name / "trace") for name in runs}
     return {"inputs": inputs, "rows": rows}
+
+
+def _end_with_parent() -> None:
+    """Ends this process with the one that started it, however that ends."""
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _retain_inputs(root: Path, trace: Path) -> dict[str, Any]:

@@ -15,11 +15,13 @@ BOUNDARY = 2
 def versions() -> dict[str, Any]:
     """What a figure is of: the GPU, its driver, and the libraries."""
     found = environment()
-    gpu = found["gpus"][0] if found["gpus"] else {"name": "none", "driver_version": "none"}
-    libraries = {name: found["packages"].get(name) for name in ("torch", "triton")}
+    drivers = {gpu["driver_version"] for gpu in found["gpus"]}  # one of all GPUs of a host
     return {
-        **{"gpu": gpu["name"], "driver": gpu["driver_version"], "python": found["python"]},
-        **{**libraries, "cuda": torch.version.cuda},
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "driver": drivers.pop() if drivers else "none",
+        "python": found["python"],
+        **{name: found["packages"].get(name) for name in ("torch", "triton")},
+        "cuda": torch.version.cuda,
     }
 
 

@@ -239,7 +239,7 @@ def main() -> int:
         "--parallel",
         type=int,
         metavar="N",
-        help="How many trainings at a time (default: 2 on a CPU, 8 on a GPU).",
+        help="How many trainings at a time (default: 2 on a CPU, 6 on a GPU).",
     )
     parser.add_argument(
         "--output",
@@ -258,7 +258,7 @@ def _run(options: argparse.Namespace) -> int:
         if (value := getattr(options, name)) is not None
     }
     options.root.mkdir(parents=True, exist_ok=True)
-    parallel = options.parallel or (2 if options.device == "cpu" else 8)
+    parallel = options.parallel or (2 if options.device == "cpu" else 6)
     threads = str(max(1, (os.cpu_count() or 1) // parallel))
     for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
         os.environ.setdefault(name, threads)  # of each training

@@ -1,7 +1,9 @@
 """A checkout whose ``tinyllm fit`` only pretends: at once, and with the same numbers each time."""
 
 import json
+import os
 import runpy
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +79,9 @@ def UpdateTrace(rate, config, updates):
     import numpy as np
     from safetensors.numpy import save_file
 
-    workers = config["trainer"]["strategy"]["init_args"].get("workers", 1)
+    strategy = config["trainer"]["strategy"]["init_args"]
+    workers = strategy.get("workers", 1)
+    updates -= strategy["backend"] == "short"
     Path("trace").mkdir()
     kinds = ("gradients", "parameters", "updates", "exp_avg", "exp_avg_sq")
     tensors = {f"{kind}/weight": np.ones((workers, 3), np.float32) for kind in kinds}
@@ -92,6 +96,11 @@ def UpdateTrace(rate, config, updates):
                         "rows_sha256": f"rows {update}"})
     Path("trace/trace.json").write_text(json.dumps({"format": 1, "updates": entries}))
 '''
+
+
+def killed(*_: Any, **__: Any) -> None:
+    """In place of a comparison that the system ends."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def make_checkout(folder: Path) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from fake_checkout import TOY, candidate_of, make_cache
+from fake_checkout import TOY, candidate_of, killed, make_cache
 
 from tinyllm.acceptance import PROTOCOL_1
 from tinyllm.acceptance.accept import main as accept
@@ -249,6 +249,54 @@ def test_other_interrupted_work_starts_over(root: Path) -> None:
     (stopped,) = campaign.run("numerical").failed
     (note,) = (root / "failed").glob(f"{stopped}-1/*/failure.json")
     assert json.loads(note.read_text())["kind"] == "interrupted"
+
+
+def test_traces_that_do_not_match_are_a_failure(root: Path) -> None:
+    campaign = Campaign(root, candidate_of(root, "short"), select=["toy-sync"])
+    (name,) = campaign.run("numerical").failed
+    (note,) = (root / "failed").glob(f"{name}-1/*/failure.json")
+    message = json.loads(note.read_text())["message"]
+    assert message.startswith("the traces of candidate/native do not match: ")
+    assert message.endswith("1 updates are traced; 2 are needed")
+
+
+def test_a_comparison_that_is_killed_is_a_failure(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinyllm.acceptance.measure.compare_traces", killed)
+    campaign = Campaign(root, candidate_of(root), select=["toy-sync"])
+    (name,) = campaign.run("numerical").failed
+    (note,) = (root / "failed").glob(f"{name}-1/*/failure.json")
+    message = json.loads(note.read_text())["message"]
+    assert "was ended from outside" in message
+    assert "--parallel" in message
+
+
+COMPARING = """
+import multiprocessing, time
+from concurrent.futures import ProcessPoolExecutor
+from tinyllm.acceptance.measure import _end_with_parent
+spawn = multiprocessing.get_context("spawn")
+processes = ProcessPoolExecutor(1, spawn, initializer=_end_with_parent)
+processes.submit(time.sleep, 200)
+print(next(iter(processes._processes)), flush=True)
+time.sleep(200)
+"""
+
+
+def test_comparisons_end_with_who_wants_them() -> None:
+    with subprocess.Popen([sys.executable, "-c", COMPARING], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = Path("/proc") / str(int(parent.stdout.readline()))
+        time.sleep(2)
+        assert child.exists()
+        parent.kill()
+        parent.wait()
+    for _ in range(200):
+        if not child.exists() or "Z" in (child / "stat").read_text().split()[2]:
+            return
+        time.sleep(0.1)
+    pytest.fail("a comparison goes on")
 
 
 def test_candidates_have_tables_of_their_own(

@@ -110,10 +110,9 @@ def test_a_recipe_holds_its_numbers(capsys: pytest.CaptureFixture[str], recipe: 
     assert updates % every == 0
     assert every <= updates / 5
     assert trainer["limit_val_batches"] is None  # the whole split
-    # without an interval, the last checkpoint follows each validation
-    interval = config["checkpoint"]["every_n_train_steps"]
-    assert updates / 20 <= (interval or every) <= updates / 5
-    assert interval is not None or every <= 600
+    # the last checkpoint follows each validation
+    assert config["checkpoint"]["every_n_train_steps"] is None
+    assert updates / 20 <= every
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", "packed4-quickstart"])
