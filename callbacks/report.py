@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from tinyllm.callbacks.files import replacing
+from tinyllm.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 
-from tinyllm.callbacks.files import replacing, write_json
+from tinyllm.callbacks.files import write_json
+from tinyllm.files import replacing
 from tinyllm.metrics import UpdateMetrics
 from tinyllm.module import TinyLLM
 

@@ -1,9 +1,5 @@
 """Checkpoint files that are either whole or not there."""
 
-import glob
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,7 +8,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from tinyllm.checkpoint import load_checked
-from tinyllm.errors import naming
+from tinyllm.files import replacing
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -36,11 +32,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):  # an object store shows a file only when it is whole
             super().save_checkpoint(checkpoint, path)
             return
-        target = Path(path)
-        with _replacing(target) as partial, naming(target), partial.open("wb") as file:
+        with replacing(Path(path)) as partial, partial.open("wb") as file:
             _save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
 
     def link_checkpoint(self, saved: str | Path, path: str | Path) -> None:
         """Gives a checkpoint that this has saved a second name.
@@ -53,7 +46,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if "://" in str(path):
             raise OSError(f"{path} is in an object store, which has no links")
-        with _replacing(Path(path)) as partial:
+        with replacing(Path(path)) as partial:
             partial.hardlink_to(saved)
 
     @override
@@ -75,25 +68,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise FileNotFoundError(f"there is no checkpoint at {path}")
         state: dict[str, Any] = load_checked(Path(path), map_location)
         return state
-
-
-@contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """A temporary name for what is to take the target's, on disk too, unless something fails."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for left_behind in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
-        left_behind.unlink(missing_ok=True)  # by a run that was killed
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        yield partial
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)  # also where both were names of one file: it is kept then
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
