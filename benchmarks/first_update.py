@@ -8,7 +8,6 @@ kernels (cold), and with what that run has left in them (warm). Imports are in t
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,9 +17,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from setting import random_cache, versions
-
-HERE = Path(__file__).resolve().parent
+from setting import environment_of_run, random_cache, versions
 
 
 class FirstUpdate(Callback):
@@ -41,11 +38,6 @@ class FirstUpdate(Callback):
 
 def measure(backend: str, cache: Path, folder: Path, kernels: Path) -> float:
     """Seconds of one run."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
-        "TRITON_CACHE_DIR": str(kernels / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(kernels / "inductor"),
-    }
     file = folder / "first"
     command = [
         *(sys.executable, "-c", "from tinyllm.cli import main; main()", "fit"),
@@ -57,6 +49,7 @@ def measure(backend: str, cache: Path, folder: Path, kernels: Path) -> float:
         *("--trainer.callbacks+", "first_update.FirstUpdate"),
         *("--trainer.callbacks.file", str(file)),
     ]
+    environment = environment_of_run(kernels)
     start = time.time()
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
     return float(file.read_text()) - start

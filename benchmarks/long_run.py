@@ -19,7 +19,6 @@ the order of rows, so backends with the same seed are twins. What follows ``--``
 import argparse
 import csv
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -33,12 +32,11 @@ from typing import Any
 import torch
 import yaml
 from lightning.pytorch.profilers import Profiler
-from setting import versions
+from setting import HERE, environment_of_run, versions
 
 from tinyllm.callbacks.files import write_json
 from tinyllm.data.cache import CacheError, TokenCache
 
-HERE = Path(__file__).resolve().parent
 RECIPE = HERE.parent / "configs" / "20m.yaml"
 VALIDATIONS = 6
 FEW_UPDATES = (  # compile all kernels
@@ -115,14 +113,6 @@ def measure(
         CalledProcessError: If it failed; what it says about that is on stderr.
     """
     run, parts = folder / "run", folder / "parts.json"
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
-    }
-    if cold:
-        environment |= {
-            "TRITON_CACHE_DIR": str(folder / "triton"),
-            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        }
     command = [
         *(sys.executable, "-c", "from tinyllm.cli import main; main()", "fit"),
         *("--config", str(RECIPE), *options),
@@ -131,6 +121,7 @@ def measure(
         *("--trainer.enable_progress_bar", "false"),
         *("--trainer.profiler", "long_run.Parts", "--trainer.profiler.file", str(parts)),
     ]
+    environment = environment_of_run(folder if cold else None)
     start = time.time()
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
     end = time.time()

@@ -1,5 +1,6 @@
-"""What benchmarks run on, and tokens that need no corpus."""
+"""What benchmarks run on and in, and tokens that need no corpus."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from tinyllm.acceptance.environment import environment
 from tinyllm.data.prepare import prepare
 
+HERE = Path(__file__).resolve().parent
 BOUNDARY = 2
 
 
@@ -23,6 +25,23 @@ def versions() -> dict[str, Any]:
         **{name: found["packages"].get(name) for name in ("torch", "triton")},
         "cuda": torch.version.cuda,
     }
+
+
+def environment_of_run(kernels: Path | None) -> dict[str, str]:
+    """Of a ``tinyllm fit`` that finds the classes of benchmarks.
+
+    Args:
+        kernels: Its own folder for compiled kernels; None leaves it the usual ones.
+    """
+    found = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    }
+    if kernels is not None:
+        found |= {
+            "TRITON_CACHE_DIR": str(kernels / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(kernels / "inductor"),
+        }
+    return found
 
 
 def random_cache(folder: Path, tokens: int, vocab_size: int = 32_000) -> Path:

@@ -297,8 +297,11 @@ def _section(report: Report, generated: dict[str, str]) -> str:
     name, content = report.name, report.content
     generated |= report.files
     parts = [f"## {_title(report.name)}"]
-    facts = {k: v for k, v in content.items() if isinstance(v, str | int | float) and k != "method"}
-    facts = {k: v for k, v in facts.items() if v != ""}
+    facts = {
+        key: value
+        for key, value in content.items()
+        if isinstance(value, str | int | float) and key != "method" and value != ""
+    }
     parts.append(", ".join(f"{k.replace('_', ' ')} {_cell(k, v)}" for k, v in facts.items()))
     parts += [f"![{report.what}]({file})" for file in report.files if file.endswith(".svg")]
     for number, (title, rows) in enumerate(report.tables):
