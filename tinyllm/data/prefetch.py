@@ -1,5 +1,6 @@
 """One background thread that prepares the next items while the current one is used."""
 
+import atexit
 import threading
 import weakref
 from collections import deque
@@ -61,15 +62,36 @@ class _Channel(Generic[T]):
             self._changed.notify_all()
 
 
-def _fill(items: Iterable[T], channel: _Channel[T]) -> None:
-    try:
-        for item in items:
-            if not channel.put(item):
-                return
-    except BaseException as error:
-        channel.finish(error)
-    else:
-        channel.finish(None)
+class _Filler(threading.Thread, Generic[T]):
+    """Puts `items` into `channel` until either ends; knows no prefetcher, so that one can go."""
+
+    def __init__(self, items: Iterable[T], channel: _Channel[T]) -> None:
+        super().__init__(daemon=True, name="tinyllm-prefetch")
+        self._items = items
+        self._channel = channel
+
+    def run(self) -> None:
+        try:
+            for item in self._items:
+                if not self._channel.put(item):
+                    return
+        except BaseException as error:
+            self._channel.finish(error)
+        else:
+            self._channel.finish(None)
+
+    def close(self) -> None:
+        """Stop, and wait for the item in hand."""
+        self._channel.close()
+        self.join()
+
+
+@atexit.register
+def _end_all() -> None:
+    """No thread may outlive the interpreter: one that comes back from PyTorch then aborts."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _Filler):
+            thread.close()
 
 
 class Prefetcher(Generic[T]):
@@ -85,10 +107,7 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, items: Iterable[T], depth: int = 2) -> None:
         self._channel: _Channel[T] = _Channel(depth)
-        # The thread knows the channel only, so that an abandoned prefetcher can be collected.
-        self._thread = threading.Thread(
-            target=_fill, args=(items, self._channel), daemon=True, name="tinyllm-prefetch"
-        )
+        self._thread = _Filler(items, self._channel)
         self._finalizer = weakref.finalize(self, self._channel.close)
         self._thread.start()
 
@@ -100,5 +119,4 @@ class Prefetcher(Generic[T]):
 
     def close(self) -> None:
         """Stop the thread and wait for it."""
-        self._channel.close()
-        self._thread.join()
+        self._thread.close()
