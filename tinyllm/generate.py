@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tinyllm.checkpoint import read_checkpoint
-from tinyllm.data.cache import MANIFEST, TokenCache
+from tinyllm.data.cache import load_tokenizer
 from tinyllm.data.tokenizer import Tokenizer
 from tinyllm.model import KeyValueCache, Llama
 from tinyllm.module import module_of
@@ -49,7 +49,7 @@ def generate(
         FileNotFoundError: The checkpoint or the tokenizer does not exist.
     """
     state = read_checkpoint(checkpoint)
-    text = _tokenizer_of(state, checkpoint) if tokenizer is None else _read_tokenizer(tokenizer)
+    text = _tokenizer_of(state, checkpoint) if tokenizer is None else load_tokenizer(tokenizer)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = module_of(state, checkpoint).model.to(device)
     if text.vocab_size > model.config.vocab_size:
@@ -73,12 +73,6 @@ def generate(
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
-
-
-def _read_tokenizer(path: Path) -> Tokenizer:
-    # a cache may end its documents with another token than its tokenizer's own
-    is_cache = (path / MANIFEST).is_file()
-    return TokenCache.open(path).tokenizer() if is_cache else Tokenizer.load(path)
 
 
 def _tokenizer_of(state: dict[str, Any], checkpoint: Path) -> Tokenizer:

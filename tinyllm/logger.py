@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from typing_extensions import override
 
 from tinyllm.errors import naming
+from tinyllm.files import replacing
 
 
 class RunLogger(CSVLogger):
@@ -72,9 +73,8 @@ class _ContinuingWriter(ExperimentWriter):
         if self._hparams_written:
             return
         path = Path(self.log_dir) / self.NAME_HPARAMS_FILE
-        partial = path.with_name(f".{path.name}.partial")
-        save_hparams_to_yaml(partial, self.hparams)
-        partial.replace(path)
+        with replacing(path) as partial:
+            save_hparams_to_yaml(partial, self.hparams)
         self._hparams_written = True
 
     @override
@@ -138,10 +138,7 @@ def _whole_rows(path: Path) -> list[dict[str, str]]:
 
 
 def _replace(path: Path, keys: list[str], rows: list[dict[str, str]]) -> None:
-    """Writes a log so that a reader finds the old one or the new one, never a part."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", newline="", encoding="utf-8") as file:
+    with replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=keys)
         writer.writeheader()
         writer.writerows(rows)
-    partial.replace(path)

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from tinyllm.files import replacing
 from tinyllm.model import IGNORED
 
 
@@ -49,11 +50,8 @@ class TokenLossWriter(BasePredictionWriter):
         if not trainer.is_global_zero:
             return
         path = Path(trainer.default_root_dir) / "predictions.npy"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        with partial.open("wb") as file:
+        with replacing(path) as partial, partial.open("wb") as file:
             np.save(file, losses)
-        partial.replace(path)
         mean = losses.mean(dtype=np.float64)
         rank_zero_info(f"{path}: losses of {losses.size:,} tokens, {mean:.4f} nats on average")
 

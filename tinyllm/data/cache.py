@@ -383,3 +383,20 @@ class TokenCache:
     def identity(self) -> str:
         """One hash over the cache's content."""
         return self.manifest.identity
+
+
+def load_tokenizer(path: str | Path, boundary_id: int | None = None) -> Tokenizer:
+    """Read a tokenizer by its file or folder; a token cache's ends documents as the cache does.
+
+    Args:
+        path: See :meth:`Tokenizer.load`.
+        boundary_id: The id that ends a document; null for the cache's, or the tokenizer's own.
+
+    Raises:
+        CacheError: The folder is a token cache that is damaged or has no tokenizer.
+        FileNotFoundError: No such file, or no tokenizer in the folder.
+        ValueError: The file is no tokenizer, or has no end-of-text token.
+    """
+    if boundary_id is None and (Path(path) / MANIFEST).is_file():
+        return TokenCache.open(path).tokenizer()
+    return Tokenizer.load(path, boundary_id)

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tinyllm.data import build
-from tinyllm.data.cache import Manifest, Split, TokenCache, token_dtype
+from tinyllm.data.cache import Manifest, Split, TokenCache, load_tokenizer, token_dtype
 from tinyllm.data.sources import BadInput, Document, Item, Source, SourceKind, open_source
 from tinyllm.data.tokenizer import Tokenizer, TokenizerIdentity
 from tinyllm.data.writer import SplitWriter
@@ -59,13 +59,13 @@ def prepare(
             uint16 little-endian token ids, each document ending in the boundary id.
         input: A file or folder, or a list of them; for `huggingface`, the dataset's name or
             folder; nothing for `stdlib`.
-        tokenizer: A `tokenizer.json` file or a SentencePiece `.model` file. Null trains a
-            byte-level BPE on the training documents; with `tokens`, null stores no tokenizer,
-            and then nothing can turn the ids back into text.
+        tokenizer: A `tokenizer.json` file, a SentencePiece `.model` file, or a folder with one:
+            another cache, say. Null trains a byte-level BPE on the training documents; with
+            `tokens`, null stores no tokenizer, and then nothing can turn the ids back into text.
         vocab_size: Size of the BPE to train (null: 32000), or of the vocabulary that raw `tokens`
             without a tokenizer are from. A given tokenizer has its own size.
-        boundary_id: Id of the token that ends a document. Null: the tokenizer's end-of-text
-            token. Raw `tokens` without a tokenizer need it.
+        boundary_id: Id of the token that ends a document. Null: the given cache's, or the
+            tokenizer's end-of-text token. Raw `tokens` without a tokenizer need it.
         text_field: Field or column that holds the text, in `jsonl`, `parquet` and `huggingface`.
         dataset_config: Configuration name of a `huggingface` dataset.
         dataset_split: Split of a `huggingface` dataset to read.
@@ -91,7 +91,7 @@ def prepare(
     for name, value in (("shard_tokens", shard_tokens), ("max_documents", max_documents)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
-    given = None if tokenizer is None else Tokenizer.load(tokenizer, boundary_id)
+    given = None if tokenizer is None else load_tokenizer(tokenizer, boundary_id)
     identity = _known_identity(source, given, vocab_size, boundary_id)
     documents = open_source(
         source,
@@ -105,7 +105,7 @@ def prepare(
         "source": documents.description,
         "tokenizer": None if given is None else given.sha256,
         "vocab_size": (vocab_size or _DEFAULT_VOCAB_SIZE) if identity is None else vocab_size,
-        "boundary_id": boundary_id,
+        "boundary_id": boundary_id if given is None else given.boundary_id,
         "validation_fraction": validation_fraction,
         "test_fraction": test_fraction,
         "max_documents": max_documents,

@@ -105,6 +105,18 @@ def test_given_tokenizer_is_kept_byte_for_byte(corpus: Path, tmp_path: Path) -> 
     assert cache.vocab_size == cache.tokenizer().vocab_size
 
 
+def test_another_caches_tokenizer_brings_its_boundary(corpus: Path, tmp_path: Path) -> None:
+    file = str(Tokenizer.train(["another text"], 260).save(tmp_path))
+    given = {"tokenizer": file, "vocab_size": None}
+    first = prepare_text(tmp_path / "first", corpus, **given, boundary_id=7)
+    other = {"tokenizer": str(first.path), "vocab_size": None}
+    second = prepare_text(tmp_path / "second", corpus, **other)
+    assert second.identity == first.identity
+    assert prepare_text(tmp_path / "third", corpus, **other, boundary_id=0).boundary_id == 0
+    with pytest.raises(CacheError, match="other arguments"):  # the file alone ends with its own
+        prepare_text(second.path, corpus, **given)
+
+
 def test_pitfall_14_raw_ids_beyond_the_vocabulary(tmp_path: Path, raw_tokens: Path) -> None:
     with pytest.raises(ValueError, match=r"token id 9\d is outside the vocabulary of 90 ids"):
         prepare(tmp_path / "a", "tokens", str(raw_tokens), vocab_size=90, boundary_id=0)
