@@ -21,10 +21,10 @@ that a worker without any gradient or weight compares as NaN: there is nothing t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -34,6 +34,10 @@ from tinyllm.acceptance.json_text import parse_json
 FORMAT = 1
 QUANTITIES = ("gradients", "parameters", "updates", "exp_avg", "exp_avg_sq")
 """Kinds of tensors in a trace, each compared by itself."""
+
+_PART = 1 << 14
+"""Numbers compared at a time: they stay in a core's cache, where whole tensors do not."""
+_Vector: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class TraceError(ValueError):
@@ -199,36 +203,41 @@ class _Tensors:
             raise TraceError(
                 f"{reference} and {other} differ in the names or shapes of {sorted(unlike)[:4]}"
             )
-        self._names = list(shapes[0])
+        self._shapes = shapes[0]
 
     def compare(self, worker: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Relative L2 of each quantity, and the same of each parameter."""
         details = []
-        # sums of squares: of the difference, and of the reference
-        sums = {quantity: np.zeros(2) for quantity in (*QUANTITIES, "before")}
-        for name in self._names:
-            after_minus_before = {}
-            for quantity in QUANTITIES:
-                a, b = (_row(file, f"{quantity}/{name}", worker) for file in self._files)
-                squares = _squares(a, b)
-                sums[quantity] += squares
-                details.append(
-                    {
-                        "quantity": quantity,
-                        "parameter": name,
-                        "relative_l2": _relative(squares),
-                        "reference_norm": math.sqrt(squares[1]),
-                    }
-                )
-                if quantity in ("parameters", "updates"):
-                    after_minus_before[quantity] = (a, b)
-            after, change = after_minus_before["parameters"], after_minus_before["updates"]
-            sums["before"] += _squares(after[0] - change[0], after[1] - change[1])
-        distances = {quantity: _relative(squares) for quantity, squares in sums.items()}
+        sums = {kind: np.zeros(2) for kind in (*QUANTITIES, "before")}
+        for name, shape in self._shapes.items():
+            mine = {kind: np.zeros(2) for kind in sums}
+            for part in _parts(shape):
+                pieces = {kind: self._piece(f"{kind}/{name}", worker, part) for kind in QUANTITIES}
+                after, change = pieces["parameters"], pieces["updates"]
+                pieces["before"] = (after[0] - change[0], after[1] - change[1])
+                for kind, (a, b) in pieces.items():
+                    mine[kind] += _squares(a, b)
+            for kind in sums:
+                sums[kind] += mine[kind]
+            details += [
+                {
+                    "quantity": quantity,
+                    "parameter": name,
+                    "relative_l2": _relative(mine[quantity]),
+                    "reference_norm": math.sqrt(mine[quantity][1]),
+                }
+                for quantity in QUANTITIES
+            ]
+        distances = {kind: _relative(squares) for kind, squares in sums.items()}
         for quantity in ("gradients", "parameters"):
             if sums[quantity][1] == 0:
                 distances[quantity] = math.nan
         return distances, details
+
+    def _piece(self, key: str, worker: int, part: slice) -> tuple[_Vector, _Vector]:
+        """A part of one tensor's row in both files."""
+        a, b = (_float64(file.get_slice(key), worker, part) for file in self._files)
+        return a, b
 
 
 def _shapes(file: Any, path: Path, workers: int) -> dict[str, tuple[int, ...]]:
@@ -254,20 +263,29 @@ def _shapes(file: Any, path: Path, workers: int) -> dict[str, tuple[int, ...]]:
     return shapes["parameters"]
 
 
-def _row(file: Any, key: str, worker: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    values = file.get_slice(key)[worker : worker + 1]
-    return np.asarray(values, dtype=np.float64).ravel()
+def _parts(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Slices of a tensor's second dimension that each hold about as much as a cache does."""
+    if len(shape) == 1:
+        yield slice(None)
+        return
+    rows = max(1, _PART // max(1, math.prod(shape[2:])))
+    for start in range(0, shape[1], rows):
+        yield slice(start, min(start + rows, shape[1]))
 
 
-def _squares(
-    a: np.ndarray[Any, np.dtype[np.float64]], b: np.ndarray[Any, np.dtype[np.float64]]
-) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _float64(tensor: Any, worker: int, part: slice) -> _Vector:
+    index = worker if part == slice(None) else (worker, part)
+    return np.asarray(tensor[index], dtype=np.float64).ravel()
+
+
+def _squares(a: _Vector, b: _Vector) -> _Vector:
+    """Sums of squares: of the difference, and of the reference."""
     with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is seen by the gate
         difference = b - a
         return np.array([difference @ difference, a @ a])
 
 
-def _relative(squares: Sequence[float] | np.ndarray[Any, np.dtype[np.float64]]) -> float:
+def _relative(squares: Sequence[float] | _Vector) -> float:
     difference, reference = float(squares[0]), float(squares[1])
     if reference == 0:
         return 0.0 if difference == 0 else math.inf

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tinyllm.acceptance import PROTOCOL_1, TraceError, compare_traces
+from tinyllm.acceptance import PROTOCOL_1, TraceError, compare_traces, traces
 
 WORKERS, UPDATES = 2, 5
 SHAPES = {"embed.weight": (7, 4), "norm.weight": (4,)}
@@ -87,7 +87,12 @@ def test_equal_traces_are_at_distance_zero(tmp_path: Path) -> None:
     assert list(rows["rows_sha256"][:3]) == ["rows-0", "rows-0", "rows-1"]
 
 
-def test_distances_are_those_of_the_definition(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [1, 9, 1 << 14])  # rows: one, two with a last one of one, all
+def test_distances_are_those_of_the_definition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    monkeypatch.setattr(traces, "_PART", part)
+
     def change(update: int, tensors: Tensors) -> None:
         tensors["gradients/embed.weight"][1] *= 1.25
         tensors["exp_avg/norm.weight"] += 0.5
