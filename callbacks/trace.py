@@ -161,9 +161,8 @@ class UpdateTrace(Callback):
             "exp_avg": _read(trainer, module, "exp_avg"),
             "exp_avg_sq": _read(trainer, module, "exp_avg_sq"),
         }
-        # each in memory of its own, as safetensors wants it
         return {
-            f"{kind}/{name}": value.to(torch.float32, copy=True)
+            f"{kind}/{name}": value.to(torch.float32)
             for kind, values in kinds.items()
             for name, value in values.items()
         }
@@ -193,12 +192,17 @@ def _read(trainer: Trainer, module: LightningModule, kind: str) -> dict[str, Ten
     if hasattr(strategy, "engine"):
         arena = strategy.engine.arena
         rows = strategy.ranks.gather(getattr(arena, _IN_ARENA[kind]))
-        views: dict[str, Tensor] = arena.layout.views(rows.detach().to("cpu", copy=True))
-        return views
+        views: dict[str, Tensor] = arena.layout.views(rows.detach())
+        return {name: _on_host(value) for name, value in views.items()}
     return {
-        name: (value if isinstance(module, TinyLLM) else value[None]).detach().to("cpu", copy=True)
+        name: _on_host((value if isinstance(module, TinyLLM) else value[None]).detach())
         for name, value in _of_optimizer(trainer.optimizers[0], module, kind)
     }
+
+
+def _on_host(value: Tensor) -> Tensor:
+    """A copy in memory of its own, without gaps, as safetensors wants it."""
+    return value.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _of_optimizer(
