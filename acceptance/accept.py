@@ -133,7 +133,7 @@ def tables_of(root: Path, candidate: str | None = None) -> tuple[Path, str | Non
         return root, None
     folder = root / QUALIFICATIONS
     if candidate is None:
-        collected = sorted(path.name for path in folder.glob("*"))
+        collected = sorted(path.name for path in folder.glob("[!.]*"))
         if not collected:
             raise ValueError(f"{folder} has no candidate's tables; collect them first")
         if len(collected) > 1:

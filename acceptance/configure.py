@@ -10,24 +10,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinyllm.acceptance.protocol import Protocol, Recipe, Workload
+from tinyllm.acceptance.protocol import (
+    PARAMETERS,
+    TARGETS_PER_PARAMETER,
+    Protocol,
+    Recipe,
+    Workload,
+)
 
 Config = dict[str, Any]
 """A configuration of ``tinyllm fit``, as plain JSON content."""
 
-_TARGETS_PER_PARAMETER = 20
-_PARAMETERS = {"20m": 20_403_520, "50m": 48_507_392, "90m": 91_605_120}
-
-# (preset, mode, scheme or "small"): learning rate and betas of the recipes
+# of 20m, by mode and scheme or "small": learning rate and betas of the recipes
 _OPTIMIZERS = {
-    ("20m", "sync", None): (5.6e-3, (0.9, 0.98)),
-    ("20m", "packed4", "awc"): (8.0e-3, (0.95, 0.99)),
-    ("20m", "packed4", "atc"): (5.6e-3, (0.9, 0.99)),
-    ("20m", "packed8", "awc"): (5.6e-3, (0.95, 0.999)),
-    ("20m", "packed4", "adaptive"): (4.8e-3, (0.9, 0.999)),
-    ("20m", "sync", "small"): (1.0e-3, (0.99, 0.99943)),
-    ("20m", "packed4", "small"): (4.0e-3, (0.98, 0.999999)),
-    ("20m", "packed8", "small"): (4.0e-3, (0.98, 0.999999)),
+    ("sync", None): (5.6e-3, (0.9, 0.98)),
+    ("packed4", "awc"): (8.0e-3, (0.95, 0.99)),
+    ("packed4", "atc"): (5.6e-3, (0.9, 0.99)),
+    ("packed8", "awc"): (5.6e-3, (0.95, 0.999)),
+    ("packed4", "adaptive"): (4.8e-3, (0.9, 0.999)),
+    ("sync", "small"): (1.0e-3, (0.99, 0.99943)),
+    ("packed4", "small"): (4.0e-3, (0.98, 0.999999)),
+    ("packed8", "small"): (4.0e-3, (0.98, 0.999999)),
 }
 _OTHER_OPTIMIZER = (1.0e-3, (0.9, 0.99))  # the recipes of 50m and 90m
 _SMALL_TOKENS = 16 * 1024
@@ -80,12 +83,12 @@ def workload_config(workload: Workload, settings: Settings) -> Config:
     """
     updates = settings.planned_updates
     if updates is None:
-        if workload.preset not in _PARAMETERS:
+        if workload.preset not in PARAMETERS:
             raise ValueError(
-                f"{workload.id}: the preset {workload.preset!r} is none of {list(_PARAMETERS)}; "
+                f"{workload.id}: the preset {workload.preset!r} is none of {list(PARAMETERS)}; "
                 "set planned_updates"
             )
-        targets = _TARGETS_PER_PARAMETER * _PARAMETERS[workload.preset]
+        targets = TARGETS_PER_PARAMETER * PARAMETERS[workload.preset]
         updates = math.ceil(targets / workload.update_tokens)
     size = "small" if workload.kind != "production" else workload.scheme
     config = _config(workload, size, settings, updates=updates, seed=settings.seed)
@@ -178,7 +181,7 @@ def candidate_config(config: Config, strategy: Mapping[str, Any]) -> Config:
 def _config(
     part: Workload | Recipe, size: str | None, settings: Settings, *, updates: int, seed: int
 ) -> Config:
-    rate, betas = _OPTIMIZERS.get((part.preset, part.mode, size), _OTHER_OPTIMIZER)
+    rate, betas = _optimizer(part, size)
     return {
         "seed_everything": seed,
         "trainer": {
@@ -210,6 +213,17 @@ def _config(
             "seed": seed,
         },
     }
+
+
+def _optimizer(part: Workload | Recipe, size: str | None) -> tuple[float, tuple[float, float]]:
+    if part.preset != "20m":
+        return _OTHER_OPTIMIZER
+    if (part.mode, size) not in _OPTIMIZERS:
+        raise ValueError(
+            f"{part.id}: there is no recipe of 20m for {part.mode} with {size}; there are those of "
+            f"{', '.join(' '.join(filter(None, key)) for key in _OPTIMIZERS)}"
+        )
+    return _OPTIMIZERS[part.mode, size]
 
 
 def _strategy(part: Workload | Recipe, settings: Settings) -> Config:

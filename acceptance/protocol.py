@@ -25,6 +25,7 @@ from itertools import product
 from pathlib import Path
 
 from tinyllm.acceptance.json_text import parse_json
+from tinyllm.acceptance.power import student_t_quantile
 
 SIDES = ("native", "candidate")
 """What is compared: the backend that is trusted and the one that would replace it."""
@@ -34,7 +35,15 @@ KINDS = ("small-batch", "production", "accumulate")
 
 _WHOLE = ("version", "repeats", "warmup_updates", "windows", "numerical_updates")
 _MOST = 1_000  # of anything that is counted; a larger number is a slip
+_T_ROUNDING = 5e-4  # t quantiles are written with three decimals
 _MODES = {"sync": 1, "packed4": 4, "packed8": 8}
+_SCHEMES = ("awc", "atc", "adaptive")
+
+TARGETS_PER_PARAMETER = 20
+"""Of a full budget."""
+
+PARAMETERS = {"20m": 20_403_520, "50m": 48_507_392, "90m": 91_605_120}
+"""Unique parameters of each preset."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +222,7 @@ class Protocol:
         parts: tuple[Workload | Recipe, ...] = (*self.workloads, *self.recipes)
         for part in parts:
             _require_types(part)
+            _require_mode(part)
         for workload in self.workloads:
             if workload.kind not in KINDS:
                 raise ValueError(f"{workload.id}: kind {workload.kind!r} is none of {KINDS}")
@@ -220,6 +230,12 @@ class Protocol:
             if len(set(recipe.seeds)) < max(2, len(recipe.seeds)):
                 raise ValueError(
                     f"{recipe.id}: a spread needs two or more seeds, each once, not {recipe.seeds}"
+                )
+            exact = student_t_quantile(self.confidence, len(recipe.seeds) - 1)
+            if abs(recipe.t_quantile - exact) > _T_ROUNDING:
+                raise ValueError(
+                    f"{recipe.id}: t_quantile is {recipe.t_quantile}; with {len(recipe.seeds)} "
+                    f"seeds and a confidence of {self.confidence} it is {exact:.3f}"
                 )
         for name, named in (("workload", self.workloads), ("recipe", self.recipes)):
             ids = [part.id for part in named]
@@ -312,6 +328,16 @@ class Protocol:
         return cls.from_json(text)
 
 
+def _require_mode(part: Workload | Recipe) -> None:
+    """Refuses workers that are not the mode's, and ways to combine that there are not."""
+    if _MODES.get(part.mode) != part.workers:
+        known = ", ".join(f"{mode} of {workers}" for mode, workers in _MODES.items())
+        raise ValueError(f"{part.id!r}: mode {part.mode!r} of {part.workers} is none of {known}")
+    schemes = (None,) if part.mode == "sync" else _SCHEMES
+    if part.scheme not in schemes:
+        raise ValueError(f"{part.id!r}: scheme {part.scheme!r} of {part.mode} is none of {schemes}")
+
+
 def _require_types(part: Workload | Recipe) -> None:
     """Refuses fields of other types than they are declared with, and sizes that are none."""
     for field in fields(part):
@@ -391,7 +417,6 @@ _RECIPES = {  # mode, rows of a worker, context
     "sync-b16-c512": ("sync", 16, 512),
     "packed4-b32-c512": ("packed4", 8, 512),
 }
-_TARGETS_PER_PARAMETER, _PARAMETERS_20M = 20, 20_403_520
 _FIRST_SEED = 45
 
 
@@ -409,7 +434,7 @@ def _recipes(
             local_batch=batch,
             context=context,
             clip=1.0,
-            budget_tokens=_TARGETS_PER_PARAMETER * _PARAMETERS_20M,
+            budget_tokens=TARGETS_PER_PARAMETER * PARAMETERS["20m"],
             seeds=tuple(range(_FIRST_SEED, _FIRST_SEED + designs[name][0])),
             t_quantile=designs[name][1],
             assumed_paired_sd=spreads.get(name),

@@ -46,7 +46,7 @@ def verify_retained(root: Path) -> dict[str, int]:
         EvidenceError: If one is not what its name says.
     """
     sizes = {}
-    for path in sorted((root / FOLDER).glob("*")):
+    for path in sorted((root / FOLDER).glob("[!.]*")):
         if hash_file(path) != path.stem:
             raise EvidenceError(f"{path} has been changed since it was retained")
         sizes[path.stem] = path.stat().st_size

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from tinyllm.arguments import check_choice
 from tinyllm.errors import NonFiniteError
 from tinyllm.metrics import UpdateMetrics
 from tinyllm.strategies.backends import (
     Backend,
-    check_backend,
     choose_backend,
     use_local_kernel_cache,
 )
@@ -33,6 +33,8 @@ from tinyllm.strategies.refusals import is_overridden_anywhere, refuse_what_cann
 from tinyllm.strategies.state import EngineState
 from tinyllm.strategies.stopping import CommonStop
 from tinyllm.strategies.tenant import Tenant
+
+Buffers = Literal["local", "average"]
 
 
 class ArenaStrategy(ProcessStrategy):
@@ -57,11 +59,12 @@ class ArenaStrategy(ProcessStrategy):
         backend: Backend,
         micro_batch_size: int | None,
         compile: bool,
-        buffers: Literal["local", "average"],
+        buffers: Buffers,
         **kwargs: Any,
     ) -> None:
         super().__init__(checkpoint_io=AtomicCheckpointIO(), **kwargs)
-        check_backend(backend)
+        check_choice("backend", backend, Backend)
+        check_choice("buffers", buffers, Buffers)
         if micro_batch_size is not None and micro_batch_size < 1:
             raise ValueError(
                 f"micro_batch_size is {micro_batch_size}; it must be at least 1 or null"
@@ -240,6 +243,12 @@ class ArenaStrategy(ProcessStrategy):
             call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
             call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
         dtype = self.engine.arena.weights.dtype
+        if len(optimizer.param_groups) != len(self.engine.arena.layout.groups):
+            raise MisconfigurationException(
+                f"the optimizer has {len(optimizer.param_groups)} parameter groups and had "
+                f"{len(self.engine.arena.layout.groups)} when training started; this strategy "
+                "lays parameters out before: give the optimizer all of them in configure_optimizers"
+            )
         metrics = self.engine.update(
             [GroupHyperparameters.of(group, dtype) for group in optimizer.param_groups],
             clip if clip and clip > 0 else None,  # as Lightning takes it

@@ -8,10 +8,11 @@ the active window ``[ceil(start_fraction · total_updates), total_updates)`` and
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tinyllm.schedule import share_of_updates
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,8 @@ class AdaptiveConsensus:
             raise ValueError(f"power must be finite and at least 0, got {self.power}")
 
     def start_update(self, total_updates: int) -> int:
-        """Return the first update (0-based) of the active window; total_updates if it is empty.
-
-        The fraction counts as the decimal that was written, so 0.07 of 100 updates is 7, although
-        ``0.07 * 100`` is a little more in floating point.
-        """
-        return math.ceil(Fraction(repr(float(self.start_fraction))) * total_updates)
+        """Return the first update (0-based) of the active window; total_updates if it is empty."""
+        return share_of_updates(total_updates, self.start_fraction)
 
 
 def gamma_schedule(

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from tinyllm.arguments import check_choice
 from tinyllm.metrics import UpdateMetrics
 from tinyllm.strategies.backends import Backend
-from tinyllm.strategies.base import ArenaStrategy
+from tinyllm.strategies.base import ArenaStrategy, Buffers
 from tinyllm.strategies.consensus import AdaptiveConsensus, gamma_schedule, mixed
 from tinyllm.strategies.engine import Combine, Engine, Scheme
 from tinyllm.strategies.gossip import Gossip
@@ -56,14 +57,13 @@ class DecentralizedStrategy(ArenaStrategy):
         backend: Backend = "auto",
         micro_batch_size: int | None = None,
         compile: bool = True,
-        buffers: Literal["local", "average"] = "local",
+        buffers: Buffers = "local",
         timeout_seconds: float = 1_800.0,
         **kwargs: Any,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers is {workers}; it must be at least 1")
-        if scheme not in ("awc", "atc"):
-            raise ValueError(f"scheme {scheme!r} is unknown; choose awc or atc")
+        check_choice("scheme", scheme, Scheme)
         super().__init__(
             num_workers=workers,
             backend=backend,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinyllm.arena import Arena
+from tinyllm.arguments import check_choice
 from tinyllm.metrics import UpdateMetrics
 
 Scheme = Literal["awc", "atc"]
@@ -123,8 +124,7 @@ class Combine:
     apply: Callable[[Tensor, Tensor], None]
 
     def __post_init__(self) -> None:
-        if self.scheme not in get_args(Scheme):
-            raise ValueError(f"scheme must be one of {get_args(Scheme)}, got {self.scheme!r}")
+        check_choice("scheme", self.scheme, Scheme)
 
     def __call__(self, rows: Tensor, failed: Tensor) -> None:
         """See ``apply``."""

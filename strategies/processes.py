@@ -21,6 +21,8 @@ from tinyllm.strategies.roster import Roster
 
 T = TypeVar("T")
 
+_YEAR = 366 * 86_400  # seconds
+
 
 class ProcessStrategy(ParallelStrategy):
     """Runs one process per device, launched by Lightning, ``torchrun`` or Slurm.
@@ -33,6 +35,11 @@ class ProcessStrategy(ParallelStrategy):
 
     def __init__(self, *, timeout_seconds: float = 1_800.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        if not 0 < timeout_seconds <= _YEAR:
+            raise ValueError(
+                f"timeout_seconds is {timeout_seconds}; it must be above 0 and at most a year, "
+                f"{_YEAR:,}"
+            )
         self.num_nodes = 1
         self._timeout = timedelta(seconds=timeout_seconds)
         self._roster: Roster | None = None

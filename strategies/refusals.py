@@ -1,10 +1,15 @@
 """What a strategy that owns the update cannot do, and says so before it trains."""
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def is_overridden_anywhere(hook: str, trainer: Trainer) -> bool:
@@ -13,6 +18,29 @@ def is_overridden_anywhere(hook: str, trainer: Trainer) -> bool:
     return is_overridden(hook, trainer.lightning_module, parent=LightningModule) or any(
         is_overridden(hook, callback, parent=Callback) for callback in callbacks
     )
+
+
+def _refuse_callbacks(trainer: Trainer, module: LightningModule) -> None:
+    """Raises for callbacks that change weights or the optimizer behind the strategy's back."""
+    packed = trainer.strategy.ranks.local_workers > 1  # type: ignore[attr-defined]
+    has_batch_norm = any(isinstance(part, _BatchNorm) for part in module.modules())
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        name = type(callback).__name__
+        if packed and isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise MisconfigurationException(
+                f"{name} keeps one model and this strategy packs several workers; leave it out. "
+                "Validation, `best.ckpt` and exports are of the workers' average already"
+            )
+        if has_batch_norm and isinstance(callback, StochasticWeightAveraging):
+            raise MisconfigurationException(
+                f"{name} ends with an epoch that computes batch norm and updates nothing, and this "
+                "strategy updates in every epoch; use WeightAveraging or another strategy"
+            )
+        if isinstance(callback, BaseFinetuning):
+            raise MisconfigurationException(
+                f"{name} gives the optimizer more parameters while training, and this strategy "
+                "lays them out before; use another strategy"
+            )
 
 
 def refuse_what_cannot_be_honoured(
@@ -24,13 +52,7 @@ def refuse_what_cannot_be_honoured(
             "automatic_optimization is False, and this strategy runs the update itself; "
             "use automatic optimization or another strategy"
         )
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    packed = trainer.strategy.ranks.local_workers > 1  # type: ignore[attr-defined]
-    if packed and any(isinstance(callback, WeightAveraging) for callback in callbacks):
-        raise MisconfigurationException(
-            "WeightAveraging keeps one model and this strategy packs several workers; leave it "
-            "out. Validation, `best.ckpt` and exports are of the workers' average already"
-        )
+    _refuse_callbacks(trainer, module)
     if trainer.gradient_clip_algorithm == "value":
         raise MisconfigurationException(
             "gradient_clip_algorithm is 'value'; this strategy clips each worker by its global "

@@ -93,6 +93,11 @@ class Tenant:
         names = {parameter: name for name, parameter in self._module.named_parameters()}
         trained = [[p for p in group["params"] if p.requires_grad] for group in groups]
         given = [p for group in groups for p in group["params"]]
+        if strange := [p for p in given if p not in names]:
+            raise MisconfigurationException(
+                f"the optimizer has a parameter of shape {list(strange[0].shape)} that is not the "
+                "module's, and this strategy trains the module's: make it an attribute of it"
+            )
         self.slots_in_optimizer = tuple(i for i, p in enumerate(given) if p.requires_grad)
         self._parameters = {names[p]: p for group in trained for p in group}
         self._check_parameters(names)

@@ -1,5 +1,6 @@
 """Checkpoint files: reading one, and finding a run's newest or best."""
 
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -67,5 +68,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 def find_checkpoint(folder: Path, name: str) -> Path | None:
     """The newest checkpoint in a folder whose file is called ``name``, ``name-v1`` and so on."""
-    found = [p for p in folder.glob("*.ckpt") if p.stem == name or p.stem.startswith(f"{name}-v")]
+    versions = re.compile(rf"{re.escape(name)}(-v\d+)?")
+    found = [path for path in folder.glob("*.ckpt") if versions.fullmatch(path.stem)]
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)

@@ -5,6 +5,8 @@ from math import inf
 from numbers import Integral, Real
 from typing import Any
 
+from tinyllm.arguments import make_plain
+
 MOST_POSITIONS = 1 << 24
 """Longest context: beyond it float32 cannot tell positions apart."""
 
@@ -36,10 +38,11 @@ class LlamaConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        make_plain(self)
         # before they are compared: a checkpoint may hold anything in their place
         for field in fields(self):
             value, kind = getattr(self, field.name), Integral if field.type is int else Real
-            if not isinstance(value, kind):
+            if isinstance(value, bool) or not isinstance(value, kind):
                 number = "a whole number" if kind is Integral else "a number"
                 raise ValueError(f"{field.name} is of {type(value).__name__}; it must be {number}")
         for name in ("layers", "width", "heads", "ffn_width", "vocab_size", "context"):

@@ -7,15 +7,16 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from tinyllm.arguments import check_choice
 from tinyllm.checkpoint import read_checkpoint
 from tinyllm.data.tokenizer import Tokenizer
 from tinyllm.hf import write_model
 from tinyllm.module import TinyLLM, module_of, parameter_groups
 
+Format = Literal["hf"]
 
-def export(
-    checkpoint: Path, output: Path, worker: str = "average", to: Literal["hf"] = "hf"
-) -> None:
+
+def export(checkpoint: Path, output: Path, worker: str = "average", to: Format = "hf") -> None:
     """Write one model of a checkpoint for other programs.
 
     Args:
@@ -31,6 +32,7 @@ def export(
         FileNotFoundError: There is no checkpoint.
         ValueError: It is not one, or there is no such worker.
     """
+    check_choice("to", to, Format)
     if output.exists():
         raise FileExistsError(f"{output} is there already; choose another folder or remove it")
     state = read_checkpoint(checkpoint)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from tinyllm.arguments import make_plain
 from tinyllm.config import PRESETS, LlamaConfig
 from tinyllm.hf import read_model
 from tinyllm.metrics import TokenLoss, UpdateMetrics
@@ -36,10 +38,11 @@ class AdamWConfig:
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
-        if not self.lr >= 0 or not self.eps > 0 or not self.weight_decay >= 0:
+        make_plain(self)
+        if not (0 <= self.lr < inf and 0 < self.eps < inf and 0 <= self.weight_decay < inf):
             raise ValueError(
-                f"lr {self.lr} and weight_decay {self.weight_decay} must be at least 0 "
-                f"and eps {self.eps} above 0"
+                f"lr {self.lr} and weight_decay {self.weight_decay} must be at least 0, "
+                f"eps {self.eps} above 0, and all of them finite"
             )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {self.betas}; they must be two numbers from 0 up to 1")
@@ -77,7 +80,7 @@ class TinyLLM(LightningModule):
         if isinstance(optimizer, Mapping):
             optimizer = AdamWConfig(**optimizer)
         if isinstance(schedule, Mapping):
-            schedule = _build_schedule(schedule)
+            schedule = Schedule.from_dict(schedule)
         self.optimizer_config = optimizer
         self.schedule = schedule
         self.model = Llama(self.config)
@@ -270,13 +273,3 @@ def _resolve(
             f"(presets: {', '.join(PRESETS)})"
         )
     return chosen, None
-
-
-def _build_schedule(description: Mapping[str, Any]) -> Schedule:
-    """Rebuilds a schedule from what :meth:`Schedule.to_dict` gave."""
-    path = description["class_path"]
-    known = {cls.__name__: cls for cls in Schedule.__subclasses__()}
-    found = known.get(path.rsplit(".", 1)[-1])
-    if found is None:
-        raise ValueError(f"there is no schedule {path!r} so far; import the module it is in first")
-    return found(**description["init_args"])

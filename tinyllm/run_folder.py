@@ -20,8 +20,9 @@ _CONFIG = "config.yaml"
 _ASIDE = ".earlier"  # an earlier run's files while they are being moved
 _OF_A_RUN = (
     *("checkpoints", "metrics.csv", _CONFIG, "hparams.yaml", "predictions.npy"),
-    *("throughput.csv", "timing.json", "memory.json", "consensus.csv", "trace"),  # of callbacks
-    *("report.html", "curves"),
+    # of callbacks
+    *("throughput.csv", "timing.json", "ready", "go"),
+    *("memory.json", "consensus.csv", "trace", "report.html", "curves"),
 )
 
 
@@ -56,8 +57,7 @@ def _keep_aside(folder: Path) -> None:
 
     Where that was cut short by a kill, the next run completes it.
     """
-    used = [folder / "checkpoints", folder / "metrics.csv", folder / _ASIDE]
-    if not any(path.exists() for path in used):
+    if not any((folder / name).exists() for name in (*_OF_A_RUN, _ASIDE)):
         return
     number = 1
     while (aside := folder / f"earlier-{number}").exists():

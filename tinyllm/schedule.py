@@ -1,11 +1,14 @@
 """Learning-rate schedules: the factor on the peak learning rate at each update."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil, cos, pi
 from typing import Any
+
+from tinyllm.arguments import make_plain
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,11 @@ class Schedule(ABC):
     updates: int | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self)
         if self.updates is not None and self.updates < 1:
             raise ValueError(f"updates is {self.updates}; it must be at least 1 or null")
         for name, value in asdict(self).items():
-            if name != "updates" and not 0 <= value <= 1:
+            if name.endswith("_fraction") and not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value}; it must be from 0 to 1")
 
     def factor(self, update: int, total_updates: int) -> float:
@@ -38,12 +42,11 @@ class Schedule(ABC):
             total_updates: Length of the schedule, at least 1.
 
         Returns:
-            ``(update + 1) / warm-up updates`` while warming up, then the schedule's own curve.
-            The fraction counts as the decimal that was written: 0.07 of 100 updates is 7, although
-            ``0.07 * 100`` is a little more in floating point.
+            ``(update + 1) / warm-up updates`` while warming up, which takes
+            :func:`share_of_updates`, then the schedule's own curve.
         """
         update = min(update, total_updates - 1)
-        warmup = _share_of(total_updates, self.warmup_fraction)
+        warmup = share_of_updates(total_updates, self.warmup_fraction)
         if update < warmup:
             return (update + 1) / warmup
         return self.after_warmup((update + 1 - warmup) / (total_updates - warmup))
@@ -54,9 +57,31 @@ class Schedule(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Class path and arguments, as configuration files name them."""
-        cls = type(self)
-        class_path = f"{cls.__module__}.{cls.__qualname__}"
-        return {"class_path": class_path, "init_args": asdict(self)}
+        return {"class_path": _class_path(type(self)), "init_args": asdict(self)}
+
+    @classmethod
+    def _subclasses(cls) -> Iterator[type["Schedule"]]:
+        for child in cls.__subclasses__():
+            yield child
+            yield from child._subclasses()
+
+    @staticmethod
+    def from_dict(description: Mapping[str, Any]) -> "Schedule":
+        """The schedule that :meth:`to_dict` described, of a class that has been imported.
+
+        Raises:
+            ValueError: There is no such class, or several have its name and none its path.
+        """
+        path = description["class_path"]
+        known = {_class_path(cls): cls for cls in Schedule._subclasses()}
+        # a class of __main__ is another module's for those who import it
+        named = [name for name in known if name.rpartition(".")[2] == path.rpartition(".")[2]]
+        if path not in known and len(named) != 1:
+            hint = f"; there are {', '.join(named)}" if named else ""
+            raise ValueError(
+                f"there is no schedule {path!r} so far; import the module it is in first{hint}"
+            )
+        return known[path if path in known else named[0]](**description["init_args"])
 
 
 @dataclass(frozen=True)
@@ -86,6 +111,15 @@ class WSD(Schedule):
         return self.final_fraction + (1 - self.final_fraction) * remaining
 
 
+def _class_path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 @lru_cache
-def _share_of(updates: int, fraction: float) -> int:
+def share_of_updates(updates: int, fraction: float) -> int:
+    """A fraction of all updates, rounded up.
+
+    It counts as the decimal that was written: 0.07 of 100 updates is 7, although ``0.07 * 100`` is
+    a little more in floating point.
+    """
     return ceil(Fraction(repr(float(fraction))) * updates)

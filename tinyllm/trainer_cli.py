@@ -106,7 +106,7 @@ class TinyLLMCLI(LightningCLI):
                     f"{name} is {given[name]!r}; give its options, or leave it out"
                 )
         self._check_strategy(given.trainer.strategy)
-        self._check_numbers(given)
+        self._check_values(given)
         if self._command == "fit" and goes_on_from(self._file_of("last", given)):
             arguments += ["--ckpt_path", "last"]
             given.ckpt_path = "last"
@@ -147,12 +147,14 @@ class TinyLLMCLI(LightningCLI):
                 f"path" + (f"; did you mean {best!r}?" if best else "")
             )
 
-    def _check_numbers(self, given: Any) -> None:
+    def _check_values(self, given: Any) -> None:
         """Refuses what Lightning would take, and would go wrong later."""
         parser = self._parser(self._command)
         accumulated = given.trainer.accumulate_grad_batches
         if accumulated < 1:
             parser.error(f"trainer.accumulate_grad_batches is {accumulated}; it must be at least 1")
+        if given.trainer.default_root_dir is None:
+            parser.error("trainer.default_root_dir is null; give the run's folder")
         best = given.best_checkpoint
         if best.save_top_k not in (0, 1) and "{" not in (best.filename or "{"):
             parser.error(
@@ -186,6 +188,7 @@ class TinyLLMCLI(LightningCLI):
         if given not in ("last", "best") or starts_anew:
             return
         folder, name = config.trainer.default_root_dir, config.best_checkpoint.filename
+        name = name or "{epoch}-{step}"  # as Lightning calls them then
         if given == "best" and "{" in name:
             raise FileNotFoundError(
                 f"the best checkpoints of the run in {folder} are called {name}.ckpt; name one of "
@@ -200,7 +203,8 @@ class TinyLLMCLI(LightningCLI):
         """The run's newest file of a name, ``last`` or ``best``."""
         callback = config.checkpoint if name == "last" else config.best_checkpoint
         folder = callback.dirpath or Path(config.trainer.default_root_dir) / "checkpoints"
-        return find_checkpoint(Path(folder), "last" if name == "last" else callback.filename)
+        stem = "last" if name == "last" else callback.filename
+        return None if stem is None else find_checkpoint(Path(folder), stem)
 
     # --- instantiating ------------------------------------------------------------------------
 

@@ -107,6 +107,10 @@ def test_initial_states_and_batches_are_kept_by_content(
     assert len(inputs["reference"]["rows"]) == TOY.numerical_updates
     assert not list((root / "results").glob("*/*/trace/*.safetensors"))
     collect(root, name)
+    for folder in ("retained", "qualifications"):
+        (root / folder / ".DS_Store").touch()  # by a file manager that showed it
+    assert accept([str(root)]) == 2
+    assert capsys.readouterr().err == ""  # not refused: most has not been measured
     path = kept[inputs["reference"]["initial"]]
     path.chmod(0o644)
     path.write_bytes(b"another state")

@@ -165,17 +165,26 @@ def test_version_2_differs_in_seeds_only() -> None:
         assert differs <= {"seeds", "t_quantile", "assumed_paired_sd"}
 
 
-@pytest.mark.parametrize("field", sorted(set(asdict(P1)) - {"workloads", "recipes"}))
+@pytest.mark.parametrize("field", sorted(set(asdict(P1)) - {"workloads", "recipes", "confidence"}))
 def test_any_changed_number_changes_the_hash(field: str) -> None:
     changes: dict[str, Any] = {field: getattr(P1, field) + 1}
     assert replace(P1, **changes).hash != P1.hash
+
+
+def test_another_confidence_comes_with_its_quantiles() -> None:
+    stricter = tuple(replace(recipe, t_quantile=6.965) for recipe in P1.recipes)
+    assert replace(P1, confidence=0.99, recipes=stricter).hash != P1.hash
+    with pytest.raises(
+        ValueError, match=r"2\.92; with 3 seeds and a confidence of 0\.99 it is 6\.965"
+    ):
+        replace(P1, confidence=0.99)
 
 
 def test_any_changed_workload_or_recipe_changes_the_hash() -> None:
     other = replace(P1.workloads[0], clip=2.0)
     assert replace(P1, workloads=(other, *P1.workloads[1:])).hash != P1.hash
     assert replace(P1, workloads=P1.workloads[1:]).hash != P1.hash
-    fewer = replace(P1.recipes[0], seeds=(45, 46))
+    fewer = replace(P1.recipes[0], seeds=(45, 46), t_quantile=6.314)
     assert replace(P1, recipes=(fewer, *P1.recipes[1:])).hash != P1.hash
 
 
@@ -211,6 +220,11 @@ def test_a_changed_protocol_may_not_call_itself_a_final_version() -> None:
         ({"workloads": (replace(P1.workloads[0], kind="other"),)}, "kind 'other'"),
         ({"recipes": (replace(P1.recipes[0], seeds=(45,)),)}, "two or more seeds"),
         ({"recipes": (replace(P1.recipes[0], seeds=(45, 45, 46)),)}, "each once"),
+        ({"recipes": (replace(P1.recipes[0], seeds=(45, 46)),)}, "with 2 seeds .* it is 6.314"),
+        ({"confidence": 1.0}, "probability must be in"),
+        ({"workloads": (replace(P1.workloads[0], workers=4),)}, "mode 'sync' of 4 is none of"),
+        ({"workloads": (replace(P1.workloads[0], scheme="awc"),)}, "scheme 'awc' of sync is none"),
+        ({"workloads": (replace(P1.workloads[0], mode="packed16", workers=16),)}, "'packed16'"),
     ],
 )
 def test_unusable_protocols_are_refused(changes: dict[str, Any], message: str) -> None:

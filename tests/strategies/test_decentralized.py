@@ -316,10 +316,11 @@ def test_partial_batches_and_workers_without_any_target() -> None:
     ("options", "message"),
     [
         ({"workers": 0}, "workers is 0; it must be at least 1"),
-        ({"scheme": "cta"}, "scheme 'cta' is unknown; choose awc or atc"),
+        ({"scheme": "cta"}, "scheme is 'cta'; choose from awc, atc"),
+        ({"buffers": "avg"}, "buffers is 'avg'; choose from local, average"),
         ({"topology": "rign"}, "unknown topology 'rign'; did you mean 'ring'"),
         ({"workers": 3, "topology": "one_peer_ring"}, "N must be 1 or even, got N = 3"),
-        ({"backend": "cuda"}, "backend 'cuda' is unknown"),
+        ({"backend": "cuda"}, "backend is 'cuda'; choose"),
         ({"micro_batch_size": 0}, "micro_batch_size is 0; it must be at least 1"),
     ],
 )

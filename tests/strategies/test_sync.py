@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from simulation import CONFIG, OPTIMIZER, SCHEDULE, tiny
 from torch import Tensor
@@ -182,6 +183,37 @@ class Manual(TinyLLM):
         self.automatic_optimization = False
 
 
+class WithBatchNorm(TinyLLM):
+    def __init__(self) -> None:
+        super().__init__(config=CONFIG)
+        self.normalized = torch.nn.BatchNorm1d(3)
+
+
+class Unfreezing(BaseFinetuning):
+    def freeze_before_training(self, *_: Any) -> None: ...
+
+    def finetune_function(self, *_: Any) -> None: ...
+
+
+class Foreign(TinyLLM):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        strange = torch.nn.Parameter(torch.zeros(3))
+        return torch.optim.AdamW([*self.parameters(), strange])
+
+
+class Grows(Callback):
+    """Gives the optimizer another group after the first update."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        new = torch.nn.Parameter(torch.zeros(3))
+        trainer.optimizers[0].add_param_group({"params": [new]})
+
+
+def test_an_optimizer_that_grows_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="has 3 parameter groups and had 2 when"):
+        fit(tiny(), [rows(2), rows(2)], SyncStrategy(compile=False), callbacks=[Grows()])
+
+
 class Sgd(TinyLLM):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -195,6 +227,17 @@ class Sgd(TinyLLM):
         (lambda: Manual(), {}, "automatic_optimization is False"),
         (lambda: Sgd(config=CONFIG), {}, r"one torch.optim.AdamW; it returned SGD"),
         (lambda: tiny(), {"precision": "bf16-true"}, "precision 'bf16-true' is not supported"),
+        (
+            lambda: WithBatchNorm(),
+            {"callbacks": [StochasticWeightAveraging(0.1)]},
+            "ends with an epoch that computes batch norm and updates nothing",
+        ),
+        (lambda: tiny(), {"callbacks": [Unfreezing()]}, "Unfreezing gives the optimizer more"),
+        (
+            lambda: Foreign(config=CONFIG),
+            {},
+            r"shape \[3\] that is not the module's",
+        ),
     ],
 )
 def test_what_would_be_ignored_is_refused(
@@ -208,7 +251,9 @@ def test_what_would_be_ignored_is_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "fast"}, "backend 'fast' is unknown; choose auto, gh200, native"),
+        ({"backend": "fast"}, "backend is 'fast'; choose from auto, gh200, native"),
+        ({"timeout_seconds": -5}, "timeout_seconds is -5; it must be above 0"),
+        ({"timeout_seconds": float("inf")}, "timeout_seconds is inf; .* at most a year"),
         ({"micro_batch_size": 0}, "micro_batch_size is 0; it must be at least 1"),
     ],
 )

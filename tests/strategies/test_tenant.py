@@ -1,5 +1,7 @@
 """Other LightningModules, and TinyLLMs with a loss of their own, as tenants of an arena."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 from classifier import DECAYED, UPDATES, Classifier, classifier, examples, simulate
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from simulation import (
     OPTIMIZER,
@@ -248,8 +250,9 @@ def test_it_is_said_what_on_after_backward_sees() -> None:
         trainer.fit(Classifier(), Batches(examples(5)))
 
 
-def test_weight_averaging_of_packed_workers_is_refused() -> None:
-    strategy, callbacks = DecentralizedStrategy(4, compile=False), [EMAWeightAveraging()]
+@pytest.mark.parametrize("averaging", [EMAWeightAveraging, partial(StochasticWeightAveraging, 0.1, 1)])
+def test_weight_averaging_of_packed_workers_is_refused(averaging: Callable[[], Callback]) -> None:
+    strategy, callbacks = DecentralizedStrategy(4, compile=False), [averaging()]
     trainer = new_trainer(strategy, max_steps=1, callbacks=callbacks)
     with pytest.raises(MisconfigurationException, match="WeightAveraging keeps one model"):
         trainer.fit(tiny(), Batches(batches(1)))

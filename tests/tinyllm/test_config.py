@@ -1,5 +1,6 @@
 """Model shapes: the presets are pinned, and impossible shapes refused."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,17 @@ def test_presets_count_exactly(preset: str, parameters: int) -> None:
     """The count by formula and that of the built model; the tied embedding counts once."""
     assert PRESETS[preset].num_parameters == parameters
     assert sum(p.numel() for p in TinyLLM(preset=preset).parameters()) == parameters
+
+
+def test_numpys_numbers_become_pythons() -> None:
+    """A checkpoint of weights alone holds no others."""
+    layers, width = np.array([1, 64])
+    config = LlamaConfig(layers, width, 2, 128, init_std=np.float32(0.5))
+    found = {type(value) for value in config.to_dict().values()}
+    assert found == {int, float}
+    assert config == LlamaConfig(1, 64, 2, 128, init_std=0.5)
+    with pytest.raises(ValueError, match="layers is of bool; it must be a whole number"):
+        LlamaConfig(True, 64, 2, 128)
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,10 @@ def test_a_path_may_have_a_colon(command: Any, finished: Path, text_cache: Path)
             ["--ckpt_path", "best", "--best_checkpoint.filename", "best-{step}"],
             "the best checkpoints of the run in empty are called best-{step}.ckpt; name one",
         ),
+        (
+            ["--ckpt_path", "best", "--best_checkpoint.filename", "null"],
+            "the best checkpoints of the run in empty are called {epoch}-{step}.ckpt; name one",
+        ),
     ],
 )
 def test_what_is_missing_is_said_before_a_model_is_asked_for(

@@ -143,6 +143,12 @@ def test_weights_alone_have_only_an_average(tmp_path: Path) -> None:
     export(path, tmp_path / "out")
 
 
+def test_another_format_is_refused(packed: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="to is 'gguf'; choose from hf"):
+        export(packed, tmp_path / "out", to="gguf")  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
 def test_nothing_is_overwritten(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(FileExistsError, match="is there already"):

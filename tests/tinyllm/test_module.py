@@ -139,7 +139,9 @@ def test_a_checkpoint_moves_between_plain_and_own_strategies(tmp_path: Path) -> 
 
 def test_load_from_checkpoint_rebuilds_the_module(tmp_path: Path) -> None:
     module = tiny(
-        optimizer=AdamWConfig(lr=0.3, betas=(0.5, 0.6)), schedule=WSD(0.2, 0.0, decay_fraction=0.4)
+        # NumPy's numbers, as from a sweep, which a checkpoint of weights alone does not hold
+        optimizer=AdamWConfig(lr=np.float64(0.3), betas=(np.float32(0.5), 0.6)),
+        schedule=WSD(np.float64(0.2), 0.0, np.int64(3), decay_fraction=0.4),
     )
     trainer = Trainer(strategy=SyncStrategy(compile=False), devices=1, max_steps=1, **QUIET)
     trainer.fit(module, DataLoader(rows(), batch_size=None))
@@ -178,7 +180,11 @@ def test_exactly_one_known_size(options: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"lr": -1.0}, {"eps": 0.0}, {"betas": (0.9, 1.0)}, {"weight_decay": float("nan")}]
+    "wrong",
+    [
+        *({"lr": -1.0}, {"lr": float("inf")}, {"eps": 0.0}, {"betas": (0.9, 1.0)}),
+        {"weight_decay": float("nan")},
+    ],
 )
 def test_wrong_hyperparameters_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(wrong.values()))).strip("()")):

@@ -69,6 +69,7 @@ def test_what_would_go_wrong_later_is_refused_at_once(command: Any, tiny: Path) 
             "tinyllm.strategies.DecentralizedStrategy",
             "cannot be made without options; give them, as in --trainer.strategy.workers 4",
         ),
+        ("--trainer.default_root_dir", "null", "trainer.default_root_dir is null; give the run's"),
         ("--best_checkpoint.save_top_k", 3, "all have the one file name 'best'"),
     ):
         done = command("fit", "--config", tiny, option, value)

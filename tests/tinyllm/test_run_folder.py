@@ -1,5 +1,6 @@
 """What a run leaves in its folder, what it keeps of earlier ones, and what it says."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from stopping import tinyllm_on_this_rank
 from torch.utils.data import DataLoader
 
 from tinyllm import LlamaConfig, TinyLLM
+from tinyllm.checkpoint import find_checkpoint
 from tinyllm.data.cache import TokenCache
 from tinyllm.module import AdamWConfig
 from tinyllm.run_folder import RunCheckpoint, _same
@@ -218,6 +220,26 @@ def test_pitfall_13_a_new_run_keeps_an_earlier_one_aside(fit: Run, finished: Pat
     fit("used", "--trainer.max_steps", 2)
     assert Path("used/earlier-2/metrics.csv").exists()
     assert metrics("used/earlier-1")["train/loss"].count() == 12
+
+
+def test_a_run_without_log_and_checkpoints_is_kept_aside_too(fit: Run) -> None:
+    bare = ["--trainer.logger", "false", "--trainer.enable_checkpointing", "false"]
+    bare += ["--trainer.callbacks", "tinyllm.callbacks.MemoryMonitor", "--trainer.max_steps", 2]
+    fit("bare", *bare)
+    before = {path.name: path.read_bytes() for path in Path("bare").iterdir()}
+    assert {"config.yaml", "memory.json"} <= set(before)
+    fit("bare", *bare, "--trainer.gradient_clip_val", 0.3)
+    aside = {path.name: path.read_bytes() for path in Path("bare/earlier-1").iterdir()}
+    assert aside == before
+    assert Path("bare/config.yaml").read_bytes() != before["config.yaml"]
+
+
+def test_the_users_own_files_are_no_versions_of_a_checkpoint(tmp_path: Path) -> None:
+    for name in ("last", "last-v2", "last-verified", "last-v", "lasting"):
+        (tmp_path / f"{name}.ckpt").touch()
+    os.utime(tmp_path / "last.ckpt", (1, 1))
+    assert find_checkpoint(tmp_path, "last") == tmp_path / "last-v2.ckpt"
+    assert find_checkpoint(tmp_path, "best") is None
 
 
 def test_nothing_is_kept_aside_when_a_run_is_refused(fit: Run, finished: Path) -> None:

@@ -1,5 +1,6 @@
 """Learning-rate schedules by value."""
 
+from dataclasses import dataclass
 from itertools import pairwise
 from math import cos, pi
 
@@ -41,3 +42,32 @@ def test_a_fraction_out_of_range_is_refused() -> None:
         WarmupCosine(warmup_fraction=1.5)
     with pytest.raises(ValueError, match="decay_fraction is -1"):
         WSD(decay_fraction=-1)
+
+
+@dataclass(frozen=True)
+class Power(WarmupCosine):
+    """A user's schedule, which derives from one of the library's."""
+
+    power: float = 1.0
+
+    def after_warmup(self, progress: float) -> float:
+        return float((1 - progress) ** self.power)
+
+
+Elsewhere = dataclass(frozen=True)(
+    type("Power", (Power,), {"__module__": "elsewhere", "__qualname__": "Power"})
+)
+
+
+def test_a_schedule_comes_back_from_what_it_says_of_itself() -> None:
+    mine, other = Power(0.1, power=2.0), Elsewhere(0.1, power=3.0)
+    for schedule in (WSD(0.2, 0.0, 7), mine, other):
+        assert Schedule.from_dict(schedule.to_dict()) == schedule
+        assert type(Schedule.from_dict(schedule.to_dict())) is type(schedule)
+    # a class of a script is another module's when it is imported
+    moved = Schedule.from_dict(WSD(0.2).to_dict() | {"class_path": "__main__.WSD"})
+    assert moved == WSD(0.2)
+    with pytest.raises(ValueError, match=r"no schedule '__main__.Power' so far.*elsewhere.Power"):
+        Schedule.from_dict(mine.to_dict() | {"class_path": "__main__.Power"})
+    with pytest.raises(ValueError, match=r"no schedule 'a.Nothing' so far; import the module"):
+        Schedule.from_dict(mine.to_dict() | {"class_path": "a.Nothing"})

@@ -6,10 +6,13 @@ from typing import Any, Literal
 import lightning
 import torch
 
+from tinyllm.arguments import check_choice
 from tinyllm.data.cache import SPLITS, Split, TokenCache, TokenStream
 from tinyllm.data.loader import TokenLoader
 from tinyllm.data.resume import finish_restored_epoch
 from tinyllm.data.tokenizer import Tokenizer
+
+Residency = Literal["auto", "host", "device"]
 
 
 class TokenDataModule(lightning.LightningDataModule):
@@ -34,11 +37,10 @@ class TokenDataModule(lightning.LightningDataModule):
         batch_size: int = 128,
         validation_batch_size: int = 32,
         seed: int = 0,
-        residency: Literal["auto", "host", "device"] = "auto",
+        residency: Residency = "auto",
     ) -> None:
         super().__init__()
-        if residency not in ("auto", "host", "device"):
-            raise ValueError(f"residency is {residency!r}; allowed: auto, host, device")
+        check_choice("residency", residency, Residency)
         self.context = context
         self.batch_size = batch_size
         self.validation_batch_size = validation_batch_size

@@ -11,11 +11,14 @@ from typing import Any, Literal
 import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from tinyllm.arguments import check_choice
 from tinyllm.data import build
 from tinyllm.data.cache import Manifest, Split, TokenCache, load_tokenizer, token_dtype
 from tinyllm.data.sources import BadInput, Document, Item, Source, SourceKind, open_source
 from tinyllm.data.tokenizer import Tokenizer, TokenizerIdentity
 from tinyllm.data.writer import SplitWriter
+
+OnBadInput = Literal["error", "skip"]
 
 _DEFAULT_VOCAB_SIZE = 32_000  # the model presets' vocabulary
 
@@ -40,7 +43,7 @@ def prepare(
     test_fraction: float = 0.0,
     max_documents: int | None = None,
     shard_tokens: int = 1 << 24,
-    on_bad_input: Literal["error", "skip"] = "error",
+    on_bad_input: OnBadInput = "error",
     overwrite: bool = False,
 ) -> TokenCache:
     """Turn text into a token cache for training.
@@ -87,6 +90,7 @@ def prepare(
         CacheError: `output` holds something else, or another process is writing it.
     """
     started = time.monotonic()
+    check_choice("on_bad_input", on_bad_input, OnBadInput)
     _check_fractions(validation_fraction, test_fraction)
     for name, value in (("shard_tokens", shard_tokens), ("max_documents", max_documents)):
         if value is not None and value < 1:
@@ -104,7 +108,9 @@ def prepare(
     request: dict[str, Any] = {
         "source": documents.description,
         "tokenizer": None if given is None else given.sha256,
-        "vocab_size": (vocab_size or _DEFAULT_VOCAB_SIZE) if identity is None else vocab_size,
+        "vocab_size": (
+            _DEFAULT_VOCAB_SIZE if identity is None and vocab_size is None else vocab_size
+        ),
         "boundary_id": boundary_id if given is None else given.boundary_id,
         "validation_fraction": validation_fraction,
         "test_fraction": test_fraction,

@@ -10,10 +10,11 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
+from tinyllm.arguments import check_choice
 from tinyllm.data.cache import sha256_of_json
 from tinyllm.extras import require
 
@@ -92,8 +93,7 @@ def open_source(
         FileNotFoundError: An input does not exist, or a folder has no file of the kind.
         ValueError: Too many or too few inputs for the kind.
     """
-    if kind not in get_args(SourceKind):
-        raise ValueError(f"source is {kind!r}; allowed: {', '.join(get_args(SourceKind))}")
+    check_choice("source", kind, SourceKind)
     if kind == "stdlib":
         if inputs:
             raise ValueError(f"the source stdlib takes no input; given {list(inputs)}")

@@ -273,7 +273,7 @@ def test_device_residency_serves_the_same_batches(cache: Path) -> None:
 
 
 def test_unknown_residency_is_refused(cache: Path) -> None:
-    with pytest.raises(ValueError, match="residency is 'gpu'; allowed: auto, host, device"):
+    with pytest.raises(ValueError, match="residency is 'gpu'; choose from auto, host, device"):
         new_data(cache, residency="gpu")
 
 

@@ -226,6 +226,8 @@ def test_empty_validation_split_leaves_the_earlier_cache(corpus: Path, tmp_path:
         ({"max_documents": 0}, "max_documents is 0"),
         ({"boundary_id": 3}, "boundary_id needs a --tokenizer"),
         ({"vocab_size": 200}, "vocab_size is 200"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"on_bad_input": "ignore"}, "on_bad_input is 'ignore'; choose from error, skip"),
     ],
 )
 def test_bad_arguments(corpus: Path, tmp_path: Path, change: Any, message: str) -> None:

@@ -167,7 +167,7 @@ def test_wrong_number_of_inputs() -> None:
         open_source("stdlib", ["a"])
     with pytest.raises(ValueError, match="huggingface takes one input"):
         open_source("huggingface", ["a", "b"])
-    with pytest.raises(ValueError, match="source is 'csv'; allowed: stdlib, text"):
+    with pytest.raises(ValueError, match="source is 'csv'; choose from stdlib, text"):
         open_source("csv", ["a"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tokens needs --boundary_id"):
         open_source("tokens", [__file__])
