@@ -1,6 +1,5 @@
 """From a campaign's results to the tables that ``tinyllm accept`` reads, for each candidate."""
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from tinyllm.acceptance.evidence import (
     verify_all,
     verify_candidate,
 )
+from tinyllm.acceptance.files import replace_file
 from tinyllm.acceptance.measure import NATIVE, job_name
 from tinyllm.acceptance.numerical import NUMERICAL_COLUMNS
 from tinyllm.acceptance.performance import COSTS, performance_columns
@@ -73,19 +73,9 @@ def collect(root: Path, candidate: str, folder: Path | None = None) -> dict[str,
         "validation-curves": (_CURVE_COLUMNS, runs("curve")),
     }
     place = root / QUALIFICATIONS / candidate if folder is None else folder
-    place.mkdir(parents=True, exist_ok=True)
-    _replace(place / "protocol.json", protocol.to_json())
+    replace_file(place / "protocol.json", protocol.to_json())
     for name, (columns, found) in tables.items():
-        _replace(place / f"{name}.csv", pd.DataFrame(found, columns=columns).to_csv(index=False))
+        replace_file(
+            place / f"{name}.csv", pd.DataFrame(found, columns=columns).to_csv(index=False)
+        )
     return {name: len(found) for name, (_, found) in tables.items()}
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file that a reader finds whole, the old one or the new one."""
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-    ) as file:
-        file.write(text)
-    partial = Path(file.name)
-    partial.chmod(0o644)
-    partial.replace(path)

@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tinyllm.acceptance.files import sync, written_beside
 from tinyllm.acceptance.json_text import parse_json
 from tinyllm.acceptance.protocol import Protocol
 
@@ -121,15 +122,7 @@ def write_once(path: Path, data: bytes | str) -> None:
         EvidenceError: If the file is there with other content.
     """
     content = data.encode() if isinstance(data, str) else data
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    partial = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.chmod(0o444)
+    with written_beside(path, content, mode=0o444) as partial:
         try:
             os.link(partial, path)  # unlike a rename, this never replaces
         except FileExistsError:
@@ -137,9 +130,7 @@ def write_once(path: Path, data: bytes | str) -> None:
                 raise EvidenceError(
                     f"{path} exists with other content; nothing is overwritten"
                 ) from None
-    finally:
-        partial.unlink()
-    _sync_folder(path.parent)
+    sync(path.parent)
 
 
 def freeze_manifest(
@@ -249,6 +240,7 @@ def freeze_candidate(
 
     Raises:
         EvidenceError: If the manifest is absent or anything frozen has changed.
+        ValueError: If there are no files, or one is not below base.
     """
     manifest = verify_all(root)
     source = _hashes(base, files)
@@ -272,7 +264,10 @@ def verify_candidate(root: Path, candidate_id: str) -> Candidate:
     Raises:
         EvidenceError: If there is none, it belongs to another manifest, or anything has changed.
     """
-    manifest = verify_manifest(root)
+    return _verify_candidate(verify_manifest(root), root, candidate_id)
+
+
+def _verify_candidate(manifest: Manifest, root: Path, candidate_id: str) -> Candidate:
     place = root / "candidates" / candidate_id
     if not re.fullmatch(rf"[0-9a-f]{{{_ID_DIGITS}}}", candidate_id):
         raise EvidenceError(f"{candidate_id!r} is no candidate id: {_ID_DIGITS} hexadecimal digits")
@@ -295,7 +290,7 @@ def verify_all(root: Path) -> Manifest:
     """
     manifest = verify_manifest(root)
     for place in sorted((root / "candidates").glob("[!.]*")):
-        verify_candidate(root, place.name)
+        _verify_candidate(manifest, root, place.name)
     return manifest
 
 
@@ -309,6 +304,7 @@ def write_receipt(root: Path, name: str, content: Mapping[str, Any]) -> Path:
 
     Raises:
         EvidenceError: If there is another receipt of this name.
+        ValueError: If the name cannot be a file's.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} cannot name a receipt; use letters, digits, '.', '_' and '-'")
@@ -373,16 +369,16 @@ def _copy_whole(
             shutil.copy(base / name, target)  # with its mode, so that scripts stay executable
             if hash_file(target) != expected:
                 raise EvidenceError(f"{base / name} changed while it was being frozen")
-            _sync(target)
+            sync(target)
         for name, text in (extra or {}).items():
             (partial / name).write_text(text, encoding="utf-8")
-            _sync(partial / name)
+            sync(partial / name)
         try:
             partial.rename(place)
         except OSError:
             if not place.is_dir():
                 raise
-    _sync_folder(place.parent)
+    sync(place.parent)
 
 
 def _read_frozen(path: Path) -> dict[str, Any]:
@@ -419,16 +415,3 @@ def _require_same(folder: Path, frozen: Mapping[str, str], found: Mapping[str, s
             raise EvidenceError(
                 f"{folder}: {problem} since it was frozen: {', '.join(names[:4])}{more}"
             )
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,7 +22,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +45,7 @@ from tinyllm.acceptance.evidence import (
     verify_candidate,
 )
 from tinyllm.acceptance.figure import qualification_figure
+from tinyllm.acceptance.files import replace_file
 from tinyllm.acceptance.gates import Verdict
 from tinyllm.acceptance.json_text import parse_json
 from tinyllm.acceptance.page import qualification_page
@@ -136,7 +136,7 @@ def write_report(
         "qualification.json": _sealed_json(judged),
     }
     for name, content in contents.items():
-        _replace(root / name, content)
+        replace_file(root / name, content)
     return Report(found, missing, unfinished, tuple(root / name for name in OUTPUTS))
 
 
@@ -298,21 +298,6 @@ def _sealed_json(content: dict[str, Any]) -> bytes:
 def _sealed(text: str) -> bytes:
     body = text.encode()
     return body + f"<!-- seal {hashlib.sha256(body).hexdigest()} -->\n".encode()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    partial = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.chmod(0o644)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def main(args: Sequence[str] | None = None, prog: str = "gh200_report.py") -> int:

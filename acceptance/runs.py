@@ -9,7 +9,6 @@
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm.acceptance.evidence import EvidenceError, keep_failed
+from tinyllm.acceptance.files import replace_file, sync
 from tinyllm.acceptance.json_text import parse_json
 from tinyllm.acceptance.locks import claimed
 
@@ -184,7 +184,7 @@ def _attempt(root: Path, job: Job) -> str | None:
     final.parent.mkdir(exist_ok=True)
     place.rename(final)  # appears whole
     for folder in (final, final.parent):
-        _sync(folder)
+        sync(folder)
     return None
 
 
@@ -193,15 +193,4 @@ def _note(place: Path, kind: str, message: str) -> None:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    replace_file(path, json.dumps(content, indent=1, allow_nan=False) + "\n")

@@ -4,10 +4,22 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from tinyllm.acceptance.campaign import Campaign
 from tinyllm.acceptance.evidence import EvidenceError
 from tinyllm.acceptance.submission import submit
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An argument that is a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object, as in {{"name": 1}}')
+    return value
 
 
 def add_work(step: argparse.ArgumentParser) -> None:
@@ -29,7 +41,7 @@ def add_work(step: argparse.ArgumentParser) -> None:
     )
     step.add_argument(
         "--submit",
-        type=json.loads,
+        type=json_object,
         nargs="?",
         const={},
         metavar="JSON",

@@ -27,7 +27,7 @@ from setting import random_cache, versions
 
 from tinyllm import LlamaConfig, TinyLLM, TokenDataModule
 from tinyllm.callbacks import ConsensusDistance, MemoryMonitor
-from tinyllm.callbacks.files import write_csv, write_json
+from tinyllm.files import write_csv, write_json
 from tinyllm.logger import RunLogger
 from tinyllm.schedule import WarmupCosine
 from tinyllm.strategies import DecentralizedStrategy

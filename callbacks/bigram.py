@@ -2,6 +2,7 @@
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from tinyllm.data.bigram import bigram_loss
@@ -20,7 +21,7 @@ class BigramBaseline(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data = getattr(trainer, "datamodule", None)
         if not isinstance(data, TokenDataModule):
-            raise TypeError(
+            raise MisconfigurationException(
                 f"BigramBaseline needs the token cache of a TokenDataModule, and the data is "
                 f"{type(data).__name__}; leave the callback out"
             )

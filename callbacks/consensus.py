@@ -8,8 +8,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from tinyllm.callbacks.files import write_csv
 from tinyllm.errors import naming
+from tinyllm.files import write_csv
 from tinyllm.metrics import UpdateMetrics
 
 

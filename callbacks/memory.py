@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from tinyllm.callbacks.files import write_json
+from tinyllm.files import write_json
 from tinyllm.metrics import UpdateMetrics, shows_log_points
 
 Peaks = dict[str, int]

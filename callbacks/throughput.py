@@ -11,8 +11,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from tinyllm.callbacks.files import write_csv, write_json
 from tinyllm.callbacks.window_meter import WindowMeter
+from tinyllm.files import write_csv, write_json
 from tinyllm.model import IGNORED
 
 _LOOK_SECONDS = 0.01  # between two looks for the file that ends a wait
@@ -86,11 +86,11 @@ class ThroughputWindows(Callback):
         Override it where a batch is not ``[rows, T+1]`` token ids.
 
         Raises:
-            TypeError: If it is not.
+            ValueError: If it is not.
         """
         if not isinstance(batch, Tensor) or batch.ndim != 2 or batch.is_floating_point():
             found = f"{list(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
-            raise TypeError(
+            raise ValueError(
                 f"ThroughputWindows counts tokens in batches of rows [rows, T+1], and got {found}; "
                 "override count_tokens for other batches"
             )

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 
-from tinyllm.callbacks.files import write_json
-from tinyllm.files import replacing
+from tinyllm.extras import require
+from tinyllm.files import replacing, write_json
 from tinyllm.metrics import UpdateMetrics
 from tinyllm.module import TinyLLM
 
@@ -81,12 +81,7 @@ class UpdateTrace(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        try:
-            import safetensors.torch  # noqa: F401
-        except ImportError as error:
-            raise ModuleNotFoundError(
-                "UpdateTrace needs safetensors, which is missing: pip install 'tinyllm[report]'"
-            ) from error
+        require("safetensors.torch", "report")
         if trainer.world_size > 1 and not hasattr(trainer.strategy, "ranks"):
             raise MisconfigurationException(
                 f"UpdateTrace cannot bring together what {trainer.world_size} ranks of "
@@ -245,7 +240,7 @@ def _global_rows(trainer: Trainer, batch: Any) -> Tensor:
     """Rows of the global batch ``[rows, T+1]`` in the order of their numbers."""
     if not isinstance(batch, Tensor) or batch.ndim != 2 or batch.dtype != torch.int64:
         found = f"{list(batch.shape)} {batch.dtype}" if isinstance(batch, Tensor) else type(batch)
-        raise TypeError(f"UpdateTrace traces batches of token rows [rows, T+1] int64, got {found}")
+        raise ValueError(f"UpdateTrace traces batches of token rows [rows, T+1] int64, got {found}")
     if trainer.world_size == 1:
         return batch
     # row r belongs to group r mod G, and each rank has the rows of its own G / ranks groups

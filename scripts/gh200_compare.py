@@ -14,13 +14,12 @@ done stays done.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from tinyllm.acceptance.collect import collect
 from tinyllm.acceptance.freezing import freeze_new_candidate
-from tinyllm.acceptance.work import add_work, do_work, refusing
+from tinyllm.acceptance.work import add_work, do_work, json_object, refusing
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -33,7 +32,7 @@ def main() -> int:
     freeze = steps.add_parser("freeze", help="Freeze a candidate; prints its id.")
     freeze.add_argument(
         "--strategy",
-        type=json.loads,
+        type=json_object,
         default={"backend": "gh200"},
         help='Arguments of the strategy that make it the candidate, as JSON (default: {"backend": '
         '"gh200"}).',

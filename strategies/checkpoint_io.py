@@ -64,8 +64,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if weights_only is False or "://" in str(path):
             return super().load_checkpoint(path, map_location, weights_only is not False)
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"there is no checkpoint at {path}")
         state: dict[str, Any] = load_checked(Path(path), map_location)
         return state
 

@@ -1,6 +1,5 @@
 """A LightningModule whose parameters live in an arena."""
 
-import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from tinyllm.arena import Arena, ArenaLayout, bind
+from tinyllm.extras import cpp_compiler
 from tinyllm.model import Llama
 from tinyllm.module import TinyLLM
 from tinyllm.strategies.engine import Ranks
@@ -68,7 +68,7 @@ class Tenant:
         """Lets ``torch.compile`` build a Llama's forward and backward."""
         if self.llama is None:
             return
-        if not any(map(shutil.which, ("c++", "g++", "gcc", "cc", "clang"))):
+        if cpp_compiler() is None:
             rank_zero_warn(
                 "torch.compile needs a C++ compiler and finds none, so the model is not compiled "
                 "and trains slower; install one (apt install g++), or set the strategy's compile "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tinyllm.extras import require
 from tinyllm.strategies.topology import Matrix, Topology, make_topology
 
 if TYPE_CHECKING:
@@ -122,16 +123,12 @@ def draw(topology: Topology) -> "Figure":
     Raises:
         ModuleNotFoundError: If matplotlib is missing; says how to install it.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "drawing a topology needs matplotlib: pip install 'tinyllm[report]'"
-        ) from error
     columns = min(topology.period, PANELS_PER_ROW)
     rows = math.ceil(topology.period / columns)
     side = 2.6 if topology.num_workers <= 12 else 3.8 if topology.num_workers <= 20 else 5.5
-    figure = Figure(figsize=(max(side * columns, 3.2), (side + 0.3) * rows + 0.45))
+    figure: Figure = require("matplotlib.figure", "report").Figure(
+        figsize=(max(side * columns, 3.2), (side + 0.3) * rows + 0.45)
+    )
     figure.suptitle(f"{Path(topology.name).name}, N = {topology.num_workers}", color=TEXT_COLOR)
     for phase in range(topology.period):
         axes = figure.add_subplot(rows, columns, phase + 1)

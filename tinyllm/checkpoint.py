@@ -2,10 +2,13 @@
 
 import re
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tinyllm.data.tokenizer import Tokenizer
 
 
 def load_checked(path: Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
@@ -17,9 +20,12 @@ def load_checked(path: Path, map_location: Any = "cpu", mmap: bool = False) -> A
         mmap: Read tensors when they are used.
 
     Raises:
+        FileNotFoundError: There is no such file.
         OSError: It cannot be opened.
         ValueError: Something else wrote the file, it was damaged, or it holds other objects.
     """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no checkpoint at {path}")
     path.open("rb").close()  # what cannot be opened says so itself
     try:
         _check_bytes(path)
@@ -55,8 +61,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         ValueError: It is no checkpoint, or a damaged one.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint at {path}")
     state = load_checked(path, mmap=True)
     if not isinstance(state, dict) or "state_dict" not in state:
         raise ValueError(f"{path} is no checkpoint of a training run: it has no state_dict")
@@ -64,6 +68,16 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         if not isinstance(state.get(name, {}), dict):
             raise ValueError(f"{path} is damaged: its {name} is a {type(state[name]).__name__}")
     return state
+
+
+def tokenizer_of(state: Mapping[str, Any]) -> Tokenizer | None:
+    """The tokenizer that a checkpoint carries; None where its data had none.
+
+    Args:
+        state: What :func:`read_checkpoint` gave.
+    """
+    carried = state.get("TokenDataModule", {}).get("tokenizer")
+    return None if carried is None else Tokenizer.from_state(carried)
 
 
 def find_checkpoint(folder: Path, name: str) -> Path | None:

@@ -200,8 +200,8 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Without the program's name; None takes those of this process.
 
     Raises:
-        SystemExit: 2 for unusable arguments, 1 for any other error, 130 when interrupted, 143 when
-            stopped by SIGTERM.
+        SystemExit: 2 for unusable arguments, 1 for any other error, 130 when interrupted, 138 and
+            143 when stopped by SIGUSR1 (Slurm's) and SIGTERM, 141 when nobody reads the output.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     if not arguments or arguments[0] in ("-h", "--help"):

@@ -16,11 +16,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from tinyllm.extras import cpp_compiler
+
 Lines = Iterator[tuple[str, str]]
 
 _PACKAGES = ("lightning", "triton", "torchmetrics", "numpy", "jsonargparse")
 _EXTRAS = ("datasets", "tokenizers", "sentencepiece", "safetensors", "transformers", "matplotlib")
-_COMPILERS = ("c++", "g++", "gcc", "cc", "clang")  # in the order in which torch.compile is served
 _GIB = 1 << 30
 
 
@@ -107,7 +108,7 @@ def _backend(backends: Any) -> Lines:
 
 
 def _machine() -> Lines:
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    compiler = cpp_compiler()
     said = _output(compiler, "--version").splitlines() if compiler else []
     yield "C++ compiler", said[0] if said else "none; models are not compiled on the native backend"
     yield "processors", f"{os.cpu_count()}, {len(os.sched_getaffinity(0))} for this process"

@@ -8,8 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from tinyllm.arguments import check_choice
-from tinyllm.checkpoint import read_checkpoint
-from tinyllm.data.tokenizer import Tokenizer
+from tinyllm.checkpoint import read_checkpoint, tokenizer_of
 from tinyllm.hf import write_model
 from tinyllm.module import TinyLLM, module_of, parameter_groups
 
@@ -42,17 +41,12 @@ def export(checkpoint: Path, output: Path, worker: str = "average", to: Format =
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
     try:
-        write_model(partial, module.config, module.state_dict(), _tokenizer(state))
+        write_model(partial, module.config, module.state_dict(), tokenizer_of(state))
         partial.rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     which = "the average of all workers" if worker == "average" else f"worker {worker}"
     print(f"{output}: {module.config.num_parameters:,} parameters, {which}")
-
-
-def _tokenizer(state: dict[str, Any]) -> Tokenizer | None:
-    carried = state.get("TokenDataModule", {}).get("tokenizer")
-    return None if carried is None else Tokenizer.from_state(carried)
 
 
 def _workers_state(state: dict[str, Any], checkpoint: Path) -> dict[int, dict[str, Any]]:

@@ -1,5 +1,6 @@
-"""Optional libraries, which the extras in setup.cfg install."""
+"""Optional libraries, which the extras in setup.cfg install, and an optional program."""
 
+import shutil
 from importlib import import_module
 from typing import Any
 
@@ -21,3 +22,8 @@ def require(module: str, extra: str) -> Any:
             f"this needs the package {module.partition('.')[0]!r}; install it with: "
             f"pip install 'tinyllm[{extra}]'"
         ) from error
+
+
+def cpp_compiler() -> str | None:
+    """Path of the C++ compiler that ``torch.compile`` finds; None if there is none."""
+    return next(filter(None, map(shutil.which, ("c++", "g++", "gcc", "cc", "clang"))), None)

@@ -1,10 +1,13 @@
 """Files that are replaced whole or not at all."""
 
+import csv
 import glob
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tinyllm.errors import naming
 
@@ -22,14 +25,29 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         with naming(path):
             yield partial
-            _sync(partial)
+            sync(partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)  # also where both were names of one file: it is kept then
-    _sync(path.parent)
+    sync(path.parent)
 
 
-def _sync(path: Path) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file, whole or not at all."""
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Writes a CSV file, whole or not at all."""
+    with replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(rows)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's content, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

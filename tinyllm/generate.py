@@ -3,12 +3,11 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tinyllm.checkpoint import read_checkpoint
+from tinyllm.checkpoint import read_checkpoint, tokenizer_of
 from tinyllm.data.cache import load_tokenizer
 from tinyllm.data.tokenizer import Tokenizer
 from tinyllm.model import KeyValueCache, Llama
@@ -49,7 +48,11 @@ def generate(
         FileNotFoundError: The checkpoint or the tokenizer does not exist.
     """
     state = read_checkpoint(checkpoint)
-    text = _tokenizer_of(state, checkpoint) if tokenizer is None else load_tokenizer(tokenizer)
+    text = tokenizer_of(state) if tokenizer is None else load_tokenizer(tokenizer)
+    if text is None:
+        raise ValueError(
+            f"{checkpoint} holds no tokenizer, because its data had none; give one with --tokenizer"
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = module_of(state, checkpoint).model.to(device)
     if text.vocab_size > model.config.vocab_size:
@@ -73,15 +76,6 @@ def generate(
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
-
-
-def _tokenizer_of(state: dict[str, Any], checkpoint: Path) -> Tokenizer:
-    data = state.get("TokenDataModule")
-    if not isinstance(data, dict) or data.get("tokenizer") is None:
-        raise ValueError(
-            f"{checkpoint} holds no tokenizer, because its data had none; give one with --tokenizer"
-        )
-    return Tokenizer.from_state(data["tokenizer"])
 
 
 def decoded(text: Tokenizer, before: list[int], tokens: Iterable[int]) -> Iterator[str]:

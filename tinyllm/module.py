@@ -110,7 +110,7 @@ class TinyLLM(LightningModule):
         return nll, scored
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Mean loss over the batch's targets; strategies of this library do not call it."""
+        """Mean loss over the batch's targets, with the module's own :meth:`token_losses`."""
         nll, scored = self.token_losses(batch)
         loss = (nll / scored.clamp_min(1)).squeeze()
         self.log("train/loss", loss.detach(), prog_bar=True)

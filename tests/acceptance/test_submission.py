@@ -1,5 +1,6 @@
 """Work submitted through submitit: its local executor, and a Slurm of a few lines of Python."""
 
+import argparse
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from tinyllm.acceptance.campaign import Campaign
 from tinyllm.acceptance.evidence import EvidenceError
 from tinyllm.acceptance.locks import claimed
 from tinyllm.acceptance.submission import submit
+from tinyllm.acceptance.work import add_work
 
 SLURM = {
     # hands out numbers, and keeps the scripts for `work_off`
@@ -176,6 +178,20 @@ def test_a_job_asks_for_a_gpu_where_the_campaign_needs_one(
 def test_wrong_parameters_are_named(root: Path, parameters: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=f"submitit: .*{next(iter(parameters))}"):
         submit(Campaign(root), "windows", parameters)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("5", "'5' is no JSON object"), ("{", "'{' is no JSON: ")]
+)
+def test_options_that_are_no_json_object_are_refused(
+    text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_work(parser)
+    assert parser.parse_args(["--submit", '{"timeout_min": 5}']).submit == {"timeout_min": 5}
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--submit", text])
+    assert message in capsys.readouterr().err
 
 
 def test_on_slurm_allocations_name_themselves(root: Path, slurm: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from simulation import CONFIG, Batches, batches, new_trainer, tiny, token_cache
 
 from tinyllm import TokenDataModule
@@ -48,5 +49,5 @@ def test_both_losses_are_printed(
 
 def test_other_data_is_refused() -> None:
     trainer = new_trainer(SyncStrategy(compile=False), callbacks=[BigramBaseline()], max_steps=1)
-    with pytest.raises(TypeError, match="the data is NoneType; leave the callback out"):
+    with pytest.raises(MisconfigurationException, match="the data is NoneType; leave"):
         trainer.fit(tiny(), Batches(batches(1)))

@@ -333,7 +333,7 @@ def test_a_second_fit_starts_afresh(tmp_path: Path) -> None:
 
 
 def test_other_batches_need_a_count_of_their_own() -> None:
-    with pytest.raises(TypeError, match=r"got \[3\]; override count_tokens"):
+    with pytest.raises(ValueError, match=r"got \[3\]; override count_tokens"):
         ThroughputWindows().count_tokens(torch.zeros(3))
 
 

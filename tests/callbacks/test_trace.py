@@ -296,7 +296,7 @@ class Sgd(TinyLLM):
 def test_what_cannot_be_traced_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match=r"Adam's moments, and there is SGD"):
         trace(tmp_path, "auto", batches(1), module=Sgd(config=CONFIG))
-    with pytest.raises(TypeError, match="traces batches of token rows"):
+    with pytest.raises(ValueError, match="traces batches of token rows"):
         trace(tmp_path, SyncStrategy(compile=False), examples(6), module=classifier())
     with pytest.raises(ValueError, match="updates is 0; it must be at least 1"):
         UpdateTrace(tmp_path, 0)

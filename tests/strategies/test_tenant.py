@@ -250,7 +250,9 @@ def test_it_is_said_what_on_after_backward_sees() -> None:
         trainer.fit(Classifier(), Batches(examples(5)))
 
 
-@pytest.mark.parametrize("averaging", [EMAWeightAveraging, partial(StochasticWeightAveraging, 0.1, 1)])
+@pytest.mark.parametrize(
+    "averaging", [EMAWeightAveraging, partial(StochasticWeightAveraging, 0.1, 1)]
+)
 def test_weight_averaging_of_packed_workers_is_refused(averaging: Callable[[], Callback]) -> None:
     strategy, callbacks = DecentralizedStrategy(4, compile=False), [averaging()]
     trainer = new_trainer(strategy, max_steps=1, callbacks=callbacks)

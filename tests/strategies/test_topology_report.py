@@ -1,4 +1,4 @@
-import builtins
+import sys
 import xml.etree.ElementTree as ET
 
 import numpy as np
@@ -105,14 +105,8 @@ def test_weights_of_a_users_matrix_are_drawn(tmp_path) -> None:
 
 
 def test_missing_matplotlib_says_how_to_install_it(tmp_path, monkeypatch) -> None:
-    real_import = builtins.__import__
-
-    def without_matplotlib(name: str, *args: object, **kwargs: object) -> object:
-        if name.split(".")[0] == "matplotlib":
-            raise ModuleNotFoundError("No module named 'matplotlib'")
-        return real_import(name, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'tinyllm\[report\]'"):
         topology("ring", workers=4, svg=tmp_path / "graph.svg")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm.data.cache import MANIFEST, CacheError, TokenCache
-from tinyllm.errors import naming
+from tinyllm.files import sync, write_json
 from tinyllm.folder_lock import locked
 
 _RECORD = "progress.json"
@@ -26,26 +26,6 @@ def partial_folder(output: Path) -> Path:
 
 def _old_folder(output: Path) -> Path:
     return output.with_name(output.name + ".old")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file so that a reader finds the old content or the new, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
-    with naming(path), temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, sort_keys=True)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -164,11 +144,11 @@ def install(folder: Path, output: Path, manifest: dict[str, Any]) -> None:
     """Turn a built folder into the cache at `output`: manifest, flush, rename."""
     write_json(folder / MANIFEST, manifest)
     (folder / _RECORD).unlink(missing_ok=True)
-    _sync_folder(folder)
+    sync(folder)
     old = _old_folder(output)
     if output.exists():
         output.rename(old)
     folder.rename(output)
-    _sync_folder(output.parent)
+    sync(output.parent)
     if old.is_dir():
         shutil.rmtree(old)

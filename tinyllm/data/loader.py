@@ -14,9 +14,6 @@ from torch import Tensor
 from tinyllm.data.cache import TokenStream
 from tinyllm.data.prefetch import Prefetcher
 from tinyllm.data.rows import PADDING_ROW, DeviceRows, HostRows
-from tinyllm.model import IGNORED
-
-__all__ = ["IGNORED", "TokenLoader"]
 
 
 class TokenLoader:

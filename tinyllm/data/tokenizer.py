@@ -83,7 +83,8 @@ class Tokenizer:
 
         Args:
             path: A `tokenizer.json` of the `tokenizers` library, a SentencePiece `.model` file,
-                or a folder (a token cache, say) with `tokenizer.json` or `tokenizer.model`.
+                or a folder with `tokenizer.json` or `tokenizer.model`; of a token cache, see
+                :func:`~tinyllm.data.cache.load_tokenizer`.
             boundary_id: The id that ends a document; null for the tokenizer's own end-of-text
                 token.
 

@@ -49,7 +49,7 @@ def change_manifest(cache: Path, old: str, new: str) -> None:
 
 
 def test_edited_manifest_is_refused(token_cache: Path) -> None:
-    change_manifest(token_cache, '"boundary_id": 0,\n  "file"', '"boundary_id": 1,\n  "file"')
+    change_manifest(token_cache, '"boundary_id": 0\n  }', '"boundary_id": 1\n  }')
     with pytest.raises(CacheError, match="was changed after it was written"):
         TokenCache.open(token_cache)
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tinyllm.data.cache import TokenStream
-from tinyllm.data.loader import IGNORED, TokenLoader
+from tinyllm.data.loader import TokenLoader
+from tinyllm.model import IGNORED
 
 
 def make_stream(tokens: int, dtype: type = np.uint16) -> TokenStream:
