@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tinyllm.data.cache import TokenStream
 from tinyllm.data.loader import TokenLoader
+from tinyllm.data.stream import TokenStream
 
 STREAM_TOKENS = 64_000_000
 SHARD_TOKENS = 1 << 24

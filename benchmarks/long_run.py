@@ -34,7 +34,8 @@ import yaml
 from lightning.pytorch.profilers import Profiler
 from setting import HERE, environment_of_run, versions
 
-from tinyllm.data.cache import CacheError, TokenCache
+from tinyllm.data.cache import TokenCache
+from tinyllm.data.manifest import CacheError
 from tinyllm.files import write_json
 
 RECIPE = HERE.parent / "configs" / "20m.yaml"

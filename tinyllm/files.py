@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all."""
+"""Files that are replaced whole or not at all, and names that can only mean files."""
 
 import csv
 import glob
@@ -44,6 +44,20 @@ def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence[Any]])
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows(rows)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name from a file can only mean a file in the folder that it is looked up in."""
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError:  # half a character
+        return False
+    return (
+        Path(name).name == name
+        and name not in ("", ".", "..")
+        and "\0" not in name
+        and length < 256
+    )
 
 
 def sync(path: Path) -> None:

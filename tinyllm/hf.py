@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tinyllm.config import LlamaConfig
-from tinyllm.data.cache import is_plain_name
 from tinyllm.data.tokenizer import Tokenizer
 from tinyllm.extras import require
+from tinyllm.files import is_plain_name
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -15,7 +15,8 @@ from training import assert_same_run, check_whole, last_logged, write_config
 
 from tinyllm.acceptance.campaign import Campaign
 from tinyllm.data import build
-from tinyllm.data.cache import CacheError, TokenCache
+from tinyllm.data.cache import TokenCache
+from tinyllm.data.manifest import CacheError
 from tinyllm.data.prepare import prepare
 from tinyllm.folder_lock import FolderInUseError, alone_in
 

@@ -12,8 +12,9 @@ from contract import REFUSED, answer, write_json
 from hypothesis import strategies as st
 from mutations import changed_bytes, changed_values
 
-from tinyllm.data.cache import FORMAT_VERSION, CacheError, TokenCache, sha256_of_json
+from tinyllm.data.cache import TokenCache
 from tinyllm.data.loader import TokenLoader
+from tinyllm.data.manifest import FORMAT_VERSION, CacheError, sha256_of_json
 from tinyllm.data.prepare import prepare
 from tinyllm.data.tokenizer import Tokenizer
 from tinyllm.strategies.topology import make_topology

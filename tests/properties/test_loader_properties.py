@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyllm.data.cache import TokenStream
 from tinyllm.data.loader import IGNORED, TokenLoader
+from tinyllm.data.stream import TokenStream
 
 
 @dataclass(frozen=True)

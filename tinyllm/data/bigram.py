@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tinyllm.data.cache import TokenStream
+from tinyllm.data.stream import TokenStream
 
 
 def bigram_loss(train: TokenStream, validation: TokenStream, vocab_size: int) -> float:

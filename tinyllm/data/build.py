@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tinyllm.data.cache import MANIFEST, CacheError, TokenCache
+from tinyllm.data.cache import TokenCache
+from tinyllm.data.manifest import MANIFEST, CacheError
 from tinyllm.files import sync, write_json
 from tinyllm.folder_lock import locked
 

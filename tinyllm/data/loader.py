@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinyllm.data.cache import TokenStream
 from tinyllm.data.prefetch import Prefetcher
 from tinyllm.data.rows import PADDING_ROW, DeviceRows, HostRows
+from tinyllm.data.stream import TokenStream
 
 
 class TokenLoader:

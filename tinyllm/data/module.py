@@ -7,9 +7,11 @@ import lightning
 import torch
 
 from tinyllm.arguments import check_choice
-from tinyllm.data.cache import SPLITS, Split, TokenCache, TokenStream
+from tinyllm.data.cache import TokenCache
 from tinyllm.data.loader import TokenLoader
+from tinyllm.data.manifest import SPLITS, Split
 from tinyllm.data.resume import finish_restored_epoch
+from tinyllm.data.stream import TokenStream
 from tinyllm.data.tokenizer import Tokenizer
 
 Residency = Literal["auto", "host", "device"]

@@ -13,8 +13,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tinyllm.arguments import check_choice
 from tinyllm.data import build
-from tinyllm.data.cache import Manifest, Split, TokenCache, load_tokenizer, token_dtype
+from tinyllm.data.cache import TokenCache, load_tokenizer
+from tinyllm.data.manifest import Manifest, Split
 from tinyllm.data.sources import BadInput, Document, Item, Source, SourceKind, open_source
+from tinyllm.data.stream import token_dtype
 from tinyllm.data.tokenizer import Tokenizer, TokenizerIdentity
 from tinyllm.data.writer import SplitWriter
 

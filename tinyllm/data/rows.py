@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinyllm.data.cache import TokenStream
+from tinyllm.data.stream import TokenStream
 from tinyllm.model import IGNORED
 
 PADDING_ROW = -1

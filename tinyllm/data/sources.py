@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tinyllm.arguments import check_choice
-from tinyllm.data.cache import sha256_of_json
+from tinyllm.data.manifest import sha256_of_json
 from tinyllm.extras import require
 
 SourceKind = Literal["stdlib", "text", "jsonl", "parquet", "huggingface", "tokens"]

@@ -6,7 +6,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from tinyllm.data.cache import Shard, SplitManifest, sha256_of_file, token_dtype
+from tinyllm.data.manifest import Shard, SplitManifest, sha256_of_file
+from tinyllm.data.stream import token_dtype
 from tinyllm.errors import naming
 
 

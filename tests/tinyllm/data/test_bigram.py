@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tinyllm.data.bigram import bigram_loss
-from tinyllm.data.cache import TokenStream
+from tinyllm.data.stream import TokenStream
 
 
 def stream(ids: object) -> TokenStream:

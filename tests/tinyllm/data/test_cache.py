@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinyllm.data.cache import CacheError, Split, TokenCache, TokenStream, token_dtype
+from tinyllm.data.cache import TokenCache
+from tinyllm.data.manifest import CacheError, Split
+from tinyllm.data.stream import TokenStream, token_dtype
 
 
 def test_pitfall_18_truncated_shard_is_refused(token_cache: Path) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tinyllm.data.cache import TokenStream
 from tinyllm.data.loader import TokenLoader
+from tinyllm.data.stream import TokenStream
 from tinyllm.model import IGNORED
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tinyllm.data.cache import CacheError, TokenCache
+from tinyllm.data.cache import TokenCache
+from tinyllm.data.manifest import CacheError
 from tinyllm.data.module import TokenDataModule
 from tinyllm.data.prepare import prepare
 

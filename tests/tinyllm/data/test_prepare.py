@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from tinyllm.data import build
-from tinyllm.data.cache import CacheError, TokenCache
+from tinyllm.data.cache import TokenCache
+from tinyllm.data.manifest import CacheError
 from tinyllm.data.prepare import prepare
 from tinyllm.data.tokenizer import Tokenizer
 
