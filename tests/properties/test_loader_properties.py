@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyllm.data.loader import IGNORED, TokenLoader
+from tinyllm.data.loader import TokenLoader
 from tinyllm.data.stream import TokenStream
+from tinyllm.model import IGNORED
 
 
 @dataclass(frozen=True)
