@@ -273,6 +273,17 @@ class ArenaStrategy(ProcessStrategy):
         """Whether to look for failures at once; on a CPU there is nothing to wait for."""
         return self.root_device.type == "cpu"
 
+    def stop_all_ranks(self) -> bool:
+        """Ends the fit of several ranks at the next log point, as SIGTERM does.
+
+        Returns:
+            False, and nothing is done, where no such fit is under way.
+        """
+        if self._common_stop is None:
+            return False
+        self._common_stop.tell()
+        return True
+
     def _check_for_failure(self) -> None:
         """Raises once for a non-finite update; after that the last good state can be saved."""
         if not self._failure_raised:

@@ -3,6 +3,7 @@
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -35,6 +36,11 @@ def _refuse_callbacks(trainer: Trainer, module: LightningModule) -> None:
             raise MisconfigurationException(
                 f"{name} ends with an epoch that computes batch norm and updates nothing, and this "
                 "strategy updates in every epoch; use WeightAveraging or another strategy"
+            )
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                f"{name} puts masked copies in the place of parameters, and this strategy keeps "
+                "the parameters themselves; prune after training, or use another strategy"
             )
         if isinstance(callback, BaseFinetuning):
             raise MisconfigurationException(

@@ -1,7 +1,7 @@
 """An engine's state in checkpoints, in the format of ``torch.optim.AdamW``.
 
-Every tensor has a leading worker axis ``[N, …]``, so for one worker a checkpoint is what plain
-``torch.optim.AdamW`` writes and reads; with more workers each entry also keeps their weights.
+For one worker a checkpoint is what plain ``torch.optim.AdamW`` writes and reads. With more every
+tensor has a leading worker axis ``[N, …]``, and each entry also keeps their weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,10 +63,14 @@ class EngineState:
         }
         step = torch.tensor(float(engine.updates))
         state = optimizer.state_dict()
+        given = [p for group in optimizer.param_groups for p in group["params"]]
         state["state"] = {
             index: {
                 "step": step.clone(),
-                **{name: tensors[slot] for name, tensors in views.items()},
+                **{
+                    name: self._plain(tensors[slot], given[index])
+                    for name, tensors in views.items()
+                },
             }
             for slot, index in enumerate(self._tenant.slots_in_optimizer)
         }
@@ -83,6 +87,10 @@ class EngineState:
             for name, (get, _) in self._generators().items()
         }
         return state
+
+    def _plain(self, rows: Tensor, parameter: Tensor) -> Tensor:
+        """Rows ``[N, …]``; one worker's in the parameter's shape, which may lack that axis."""
+        return rows.reshape(parameter.shape) if self._ranks.num_workers == 1 else rows
 
     @torch.no_grad()
     def load(self, optimizer: Optimizer, state: dict[str, Any], rank: int) -> None:

@@ -30,9 +30,13 @@ class CommonStop:
         vars(self._epoch_loop)["_broadcast_sigterm_tensor"] = _nothing
 
     def _note(self, signum: int, _: FrameType | None) -> None:
+        self.tell(signal.Signals(signum))
+
+    def tell(self, signum: signal.Signals = signal.SIGTERM) -> None:
+        """Stops all ranks at the next log point; those that this one has started are signalled."""
         launcher: Any = self._trainer.strategy.launcher
         if not self._told and launcher is not None:
-            launcher.kill(signal.Signals(signum))  # the ranks that this one has started
+            launcher.kill(signum)
         self._told = True
 
     def agree(self, device: torch.device) -> None:

@@ -189,7 +189,7 @@ def _run_or_explain(name: str, args: list[str]) -> None:
         kind = "" if plain else f"{type(error).__name__}: "
         notes = "".join(f"{note}\n" for note in getattr(error, "__notes__", []))
         sys.stderr.write(f"tinyllm {name}: error: {kind}{error}\n{notes}")
-        sys.stderr.write(f"(set {_DEBUG}=1 to see where it was raised)\n")
+        sys.stderr.write(f"(set {_DEBUG}=true to see where it was raised)\n")
         raise SystemExit(1) from None
 
 

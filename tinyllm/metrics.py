@@ -145,8 +145,9 @@ class TokenLoss(Metric):
 
     def update(self, nll: Tensor, targets: Tensor) -> None:
         """Adds summed negative log-likelihoods in nats and the number of targets behind them."""
-        self.nll += nll.double().sum()
-        self.targets += targets.sum()
+        # not in place: the state may have been made in inference mode, and this may be outside
+        self.nll = self.nll + nll.double().sum()
+        self.targets = self.targets + targets.sum()
 
     def compute(self) -> Tensor:
         """Nats per target; NaN when there was no target."""

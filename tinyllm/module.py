@@ -109,6 +109,50 @@ class TinyLLM(LightningModule):
         nll, scored = self.model(inputs, targets)
         return nll, scored
 
+    def setup(self, stage: str) -> None:
+        """Refuses token rows that are not the model's, before any of them is read."""
+        data = getattr(self.trainer, "datamodule", None)
+        if hasattr(type(data), "vocab_size"):
+            self.check_data(data)
+
+    def check_data(self, data: Any) -> None:
+        """Raises ValueError if a TokenDataModule has more ids or longer rows than the model."""
+        if data.vocab_size > self.config.vocab_size:
+            raise ValueError(
+                f"the cache {data.cache.path} has {data.vocab_size} token ids and the model "
+                f"{self.config.vocab_size}; set model.config.vocab_size, or prepare a cache with "
+                "the model's vocabulary"
+            )
+        if data.context > self.config.context:
+            raise ValueError(
+                f"data.context is {data.context} and the model's context {self.config.context}; "
+                "lower data.context, or set model.config.context"
+            )
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses the checkpoint of another model.
+
+        Raises:
+            ValueError: It says which sizes differ.
+        """
+        saved = checkpoint.get("hyper_parameters", {})
+        if not isinstance(saved, Mapping) or not {"preset", "config"} <= set(saved):
+            return
+        try:
+            theirs, _ = _resolve(saved["preset"], saved["config"], None)
+        except (TypeError, ValueError):
+            return  # damaged, which the weights will show
+        differ = [
+            f"{name} {getattr(theirs, name)}, not {getattr(self.config, name)}"
+            for name in ("layers", "width", "heads", "ffn_width", "vocab_size")
+            if getattr(theirs, name) != getattr(self.config, name)
+        ]
+        if differ:
+            raise ValueError(
+                f"the checkpoint is of another model: {'; '.join(differ)}. Resume with the model "
+                "that wrote it"
+            )
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Mean loss over the batch's targets, with the module's own :meth:`token_losses`."""
         nll, scored = self.token_losses(batch)

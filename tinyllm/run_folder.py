@@ -138,13 +138,14 @@ class RunCheckpoint(ModelCheckpoint):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        if not self._should_save_on_exception(trainer) or not _stopped_together(trainer, exception):
-            return
         if not self._begun:
             return  # there is nothing new, and a state that was refused may be restored in part
-        if trainer.validating:
-            _validate_again(trainer)
-        self._save_newest(trainer)
+        if self._should_save_on_exception(trainer) and _stopped_together(trainer, exception):
+            if trainer.validating:
+                _validate_again(trainer)
+            self._save_newest(trainer)
+        elif not self.save_last or self._last_global_step_saved != trainer.global_step:
+            return
         rank_zero_info(
             f"the state after {trainer.global_step} updates is saved in {self.last_model_path}; "
             "continue from it with --ckpt_path last"

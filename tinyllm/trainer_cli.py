@@ -28,6 +28,7 @@ from tinyllm.progress import RunProgressBar
 from tinyllm.quiet import quiet
 from tinyllm.requeue import goes_on_from, requeued_by_slurm
 from tinyllm.run_folder import RunCheckpoint, RunFolder
+from tinyllm.short_names import class_of
 from tinyllm.summary import RunSummary
 
 
@@ -137,9 +138,11 @@ class TinyLLMCLI(LightningCLI):
         if isinstance(strategy, str) and strategy not in known:
             classes = known_classes(Strategy)
             if strategy in classes:
+                of_class = [n for n in known if (class_of(n) or [None])[0] == strategy]
                 self._parser(self._command).error(
-                    f"trainer.strategy is {strategy!r}, which cannot be made without options; give "
-                    "them, as in --trainer.strategy.workers 4"
+                    f"trainer.strategy is {strategy!r}, a class without its options; give them, as "
+                    "in --trainer.strategy.micro_batch_size 4, or take a registered name: "
+                    f"{', '.join(of_class or known)}"
                 )
             best = nearest(strategy, [*known, *classes])
             self._parser(self._command).error(
@@ -210,18 +213,7 @@ class TinyLLMCLI(LightningCLI):
 
     @override
     def after_instantiate_classes(self) -> None:
-        model, data = self.model.config, self.datamodule
-        if data.vocab_size > model.vocab_size:
-            raise ValueError(
-                f"the cache {data.cache.path} has {data.vocab_size} token ids and the model "
-                f"{model.vocab_size}; set model.config.vocab_size, or prepare a cache with the "
-                "model's vocabulary"
-            )
-        if data.context > model.context:
-            raise ValueError(
-                f"data.context is {data.context} and the model's context {model.context}; lower "
-                "data.context, or set model.config.context"
-            )
+        self.model.check_data(self.datamodule)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -299,16 +291,22 @@ def _interrupted_between_updates(trainer: Trainer) -> Iterator[None]:
         KeyboardInterrupt: After an orderly stop.
     """
     interrupted = False
+    stop_all_ranks = getattr(trainer.strategy, "stop_all_ranks", None)
 
     def stop(*_: Any) -> None:
         nonlocal interrupted
-        interrupted = True
         signal.signal(signal.SIGINT, before)
-        sys.stderr.write("\nStopping after this update. Ctrl-C again stops at once.\n")
-        trainer._signal_connector.received_sigterm = True
+        if trainer.world_size == 1:
+            trainer._signal_connector.received_sigterm = True
+        elif stop_all_ranks is None or not stop_all_ranks():
+            raise KeyboardInterrupt
+        interrupted = True
+        if trainer.is_global_zero:
+            when = "after this update" if trainer.world_size == 1 else "at the next log point"
+            sys.stderr.write(f"\nStopping {when}. Ctrl-C again stops at once.\n")
 
     before = signal.getsignal(signal.SIGINT)
-    orderly = trainer.world_size == 1 and before is signal.default_int_handler
+    orderly = before is signal.default_int_handler
     if orderly:
         signal.signal(signal.SIGINT, stop)
     try:

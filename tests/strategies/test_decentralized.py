@@ -26,7 +26,7 @@ from simulation import (
 )
 from torch import Tensor
 
-from tinyllm import TinyLLM
+from tinyllm import TinyLLM, TokenDataModule
 from tinyllm.module import AdamWConfig
 from tinyllm.schedule import WarmupCosine
 from tinyllm.strategies import DecentralizedStrategy, SyncStrategy
@@ -327,6 +327,16 @@ def test_partial_batches_and_workers_without_any_target() -> None:
 def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DecentralizedStrategy(**({"workers": 2} | options))
+
+
+def test_fewer_rows_than_workers_are_refused(tmp_path: Path) -> None:
+    data = TokenDataModule(str(tmp_path), 8, 3)
+    trainer = new_trainer(DecentralizedStrategy(4, compile=False), max_steps=1)
+    data.trainer = trainer
+    with pytest.raises(
+        ValueError, match=r"batch_size is 3 and 4 workers or ranks share .* least 4"
+    ):
+        data.train_dataloader()
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:

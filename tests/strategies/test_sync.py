@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from simulation import CONFIG, OPTIMIZER, SCHEDULE, tiny
 from torch import Tensor
@@ -231,6 +231,11 @@ class Sgd(TinyLLM):
             lambda: WithBatchNorm(),
             {"callbacks": [StochasticWeightAveraging(0.1)]},
             "ends with an epoch that computes batch norm and updates nothing",
+        ),
+        (
+            lambda: tiny(),
+            {"callbacks": [ModelPruning("l1_unstructured")]},
+            "ModelPruning puts masked copies in the place of parameters",
         ),
         (lambda: tiny(), {"callbacks": [Unfreezing()]}, "Unfreezing gives the optimizer more"),
         (

@@ -250,6 +250,24 @@ def test_it_is_said_what_on_after_backward_sees() -> None:
         trainer.fit(Classifier(), Batches(examples(5)))
 
 
+def test_one_worker_goes_on_in_plain_lightning_and_back(tmp_path: Path) -> None:
+    """A checkpoint of one worker is what plain AdamW writes and reads, of any module."""
+
+    def fit(strategy: Any, updates: int, start: Path | None = None) -> Classifier:
+        module = classifier()
+        trainer = new_trainer(strategy, max_steps=updates)
+        trainer.fit(module, Batches(examples(8)), ckpt_path=start)
+        trainer.save_checkpoint(tmp_path / f"{updates}.ckpt")
+        return module
+
+    whole = fit("auto", 6)
+    fit(DecentralizedStrategy(1, compile=False), 2)
+    fit("auto", 4, tmp_path / "2.ckpt")
+    last = fit(SyncStrategy(compile=False), 6, tmp_path / "4.ckpt")
+    for mine, expected in zip(last.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
 @pytest.mark.parametrize(
     "averaging", [EMAWeightAveraging, partial(StochasticWeightAveraging, 0.1, 1)]
 )

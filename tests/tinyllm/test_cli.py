@@ -166,8 +166,8 @@ def test_an_error_is_one_line_and_exit_code_1(
     assert done.code == 1
     assert done.err.startswith(f"tinyllm topology: {shown}")
     assert "Traceback" not in done.err
-    assert "JSONARGPARSE_DEBUG=1" in done.err
-    monkeypatch.setenv("JSONARGPARSE_DEBUG", "1")
+    assert "JSONARGPARSE_DEBUG=true" in done.err
+    monkeypatch.setenv("JSONARGPARSE_DEBUG", "true")
     with pytest.raises(type(error)):
         main(["topology", "ring"])
 

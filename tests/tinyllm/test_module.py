@@ -1,5 +1,6 @@
 """TinyLLM in anybody's Trainer: exact validation, plain strategies, checkpoints."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,25 @@ def test_load_from_checkpoint_rebuilds_the_module(tmp_path: Path) -> None:
     assert loaded.schedule == module.schedule
     tokens = rows(1)[0]
     assert torch.equal(loaded(tokens[:, :-1]), module(tokens[:, :-1]))
+
+
+def test_a_module_that_was_validated_can_be_trained() -> None:
+    """Evaluating alone happens in inference mode, whose tensors nothing may change elsewhere."""
+    module, options = tiny(), {"devices": 1, "max_steps": 1, **QUIET}
+    loader = DataLoader(rows(), batch_size=None)
+    (before,) = Trainer(**options).validate(module, loader)
+    (again,) = Trainer(**options).validate(module, loader)
+    assert again == before
+    Trainer(**options).fit(module, loader, loader)
+    (after,) = Trainer(**options).validate(module, loader)
+    assert after["validation/loss"] != before["validation/loss"]
+
+
+def test_a_cache_of_more_ids_than_the_models_is_refused(text_cache: Path) -> None:
+    data = TokenDataModule(str(text_cache), CONFIG.context, 4)
+    module = TinyLLM(config=replace(CONFIG, vocab_size=data.vocab_size - 1))
+    with pytest.raises(ValueError, match=rf"has {data.vocab_size} token ids and the model"):
+        Trainer(devices=1, max_steps=1, **QUIET).fit(module, data)
 
 
 def test_predictions_are_the_loss_of_every_target() -> None:

@@ -24,7 +24,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
         (packed(2), "worker"),
         (["--data.batch_size", 4], "batch_size"),
         (["--data.seed", 7], "seed"),
-        (["--model.config.width", 32], ""),
+        (["--model.config.width", 32], "the checkpoint is of another model: width 16, not 32."),
         (TOO_SELDOM, "val_check_interval"),
     ],
 )
@@ -67,7 +67,13 @@ def test_what_would_go_wrong_later_is_refused_at_once(command: Any, tiny: Path) 
         (
             "--trainer.strategy",
             "tinyllm.strategies.DecentralizedStrategy",
-            "cannot be made without options; give them, as in --trainer.strategy.workers 4",
+            "a class without its options; give them, as in --trainer.strategy.micro_batch_size 4, "
+            "or take a registered name: packed2_a",
+        ),
+        (
+            "--trainer.strategy",
+            "tinyllm.strategies.SyncStrategy",
+            "micro_batch_size 4, or take a registered name: sync\n",
         ),
         ("--trainer.default_root_dir", "null", "trainer.default_root_dir is null; give the run's"),
         ("--best_checkpoint.save_top_k", 3, "all have the one file name 'best'"),

@@ -1,6 +1,12 @@
 """How a run stops, and that it goes on exactly where it was."""
 
+import contextlib
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -73,8 +79,6 @@ def test_a_run_killed_later_resumes_exactly(
 
 
 def test_ctrl_c_stops_between_updates_and_resumes_exactly(fit: Run, finished: Path) -> None:
-    import signal
-
     stop = ["--trainer.callbacks", "stopping.SignalAfter", "--trainer.callbacks.updates", 6]
     done = fit("run", *stop, "--trainer.callbacks.name", "SIGINT", code=130)
     assert "Stopping after this update" in done.err
@@ -82,6 +86,43 @@ def test_ctrl_c_stops_between_updates_and_resumes_exactly(fit: Run, finished: Pa
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     fit("run", "--ckpt_path", "last")
     assert_same_run("run", finished)
+
+
+@pytest.mark.parametrize("whole_group", [True, False])  # a terminal signals all, `kill` one
+def test_ctrl_c_stops_several_ranks_at_a_log_point(
+    tiny: Path, tmp_path: Path, whole_group: bool
+) -> None:
+    (tmp_path / "program.py").write_text("from tinyllm.cli import main\nmain()\n")
+    command = [sys.executable, "program.py", "fit", "--config", str(tiny)]
+    command += ["--trainer.strategy", "packed2_awc", "--trainer.strategy.compile", "false"]
+    command += ["--trainer.devices", "2", "--trainer.max_steps", "1000000"]
+    command += ["--trainer.default_root_dir", "run", "--trainer.val_check_interval", "1000"]
+    log = tmp_path / "log.txt"
+    with log.open("w") as file:
+        run = subprocess.Popen(
+            command, cwd=tmp_path, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            while not (tmp_path / "run/metrics.csv").exists() and run.poll() is None:
+                time.sleep(0.1)
+            (os.killpg if whole_group else os.kill)(run.pid, signal.SIGINT)
+            code = run.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+    said = log.read_text()
+    assert code == 130, said
+    assert "Stopping at the next log point. Ctrl-C again stops at once." in said
+    assert "Traceback" not in said
+    state = load(tmp_path / "run/checkpoints/last.ckpt")
+    assert f"the state after {state['global_step']} updates is saved in" in said
+
+
+def test_what_is_saved_already_is_named_too(fit: Run) -> None:
+    """Ctrl-C in the first batch after a validation, when nothing new is to be saved."""
+    stop = ["--trainer.callbacks", "stopping.SignalAfter", "--trainer.callbacks.updates", 4]
+    done = fit("run", *stop, "--checkpoint.every_n_train_steps", 1, code=143)
+    assert "the state after 4 updates is saved in run/checkpoints/last.ckpt; continue" in done.err
 
 
 def test_an_error_saves_what_resumes_exactly(fit: Run, finished: Path) -> None:

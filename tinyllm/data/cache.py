@@ -49,9 +49,9 @@ class TokenCache:
         if not file.is_file():
             what = "has no manifest.json" if path.is_dir() else "does not exist"
             raise CacheError(
-                f"no token cache at {path}: the folder {what}. Make one first, for example from "
-                f"the running Python's own library:\n  tinyllm prepare --output {path} "
-                f"--source stdlib --vocab_size 2048"
+                f"no token cache at {path}: the folder {what}. Make one first, of no more "
+                f"token ids than the model has, for example from the running Python's own "
+                f"library:\n  tinyllm prepare --output {path} --source stdlib --vocab_size 1024"
             )
         try:
             value = json.loads(file.read_text(encoding="utf-8"))
