@@ -175,5 +175,6 @@ def _check(
         if workers != num_workers:
             raise ValueError(
                 f"the checkpoint holds {workers} workers and this run has {num_workers}; resume "
-                f"with {workers}, or start from the average weights alone"
+                f"with {workers}, or start from the average alone: export the checkpoint and give "
+                "--model.init_from"
             )

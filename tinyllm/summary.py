@@ -1,6 +1,7 @@
 """A run on one screen before it starts, and in a line when it is done."""
 
-from math import isinf
+from math import inf, isinf
+from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -30,9 +31,19 @@ class RunSummary(Callback):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 files |= {"last": callback.last_model_path} if callback.last_model_path else {}
-                files |= {"best": callback.best_model_path} if callback.best_model_path else {}
+                files |= {"best": callback.best_model_path} if _has_best(callback) else {}
         where = "".join(f"; {name} {path}" for name, path in sorted(files.items(), reverse=True))
-        rank_zero_info(f"done:    {trainer.global_step:,} updates{where}")
+        done, planned = trainer.global_step, trainer.estimated_stepping_batches
+        short = f" of {int(planned):,} planned" if done < planned < inf else ""
+        rank_zero_info(f"done:    {_count(done, 'update')}{short}{where}")
+
+
+def _has_best(callback: ModelCheckpoint) -> bool:
+    """Whether what it calls the best is so by a value, and of this run, not of one resumed from."""
+    folder = Path(callback.best_model_path).parent
+    return bool(callback.monitor and callback.best_model_path) and folder == Path(
+        callback.dirpath or folder
+    )
 
 
 def _lines(trainer: Trainer, module: TinyLLM, data: TokenDataModule) -> list[str]:

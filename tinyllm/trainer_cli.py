@@ -156,6 +156,12 @@ class TinyLLMCLI(LightningCLI):
         accumulated = given.trainer.accumulate_grad_batches
         if accumulated < 1:
             parser.error(f"trainer.accumulate_grad_batches is {accumulated}; it must be at least 1")
+        interval = given.trainer.val_check_interval
+        if isinstance(interval, int | float) and interval <= 0:
+            parser.error(
+                f"trainer.val_check_interval is {interval}; it must be above 0. For no validation "
+                "set trainer.limit_val_batches to 0"
+            )
         if given.trainer.default_root_dir is None:
             parser.error("trainer.default_root_dir is null; give the run's folder")
         best = given.best_checkpoint

@@ -206,7 +206,10 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
         optimizer=OPTIMIZER,
         schedule=SCHEDULE,
     )
+    with pytest.raises(ValueError, match="is of another model: layers 1, not 2"):
+        fit(deeper, packed(2), batches(2), ckpt_path=path)
     checkpoint["state_dict"] = deeper.state_dict()
+    del checkpoint["hyper_parameters"]  # another module's: it says nothing of its sizes
     torch.save(checkpoint, path)
     with pytest.raises(ValueError, match="state of 8 parameters in 2 groups and this model has 14"):
         fit(deeper, packed(2), batches(2), ckpt_path=path)

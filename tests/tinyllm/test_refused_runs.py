@@ -75,6 +75,7 @@ def test_what_would_go_wrong_later_is_refused_at_once(command: Any, tiny: Path) 
             "tinyllm.strategies.SyncStrategy",
             "micro_batch_size 4, or take a registered name: sync\n",
         ),
+        ("--trainer.val_check_interval", 0, "trainer.val_check_interval is 0; it must be above 0"),
         ("--trainer.default_root_dir", "null", "trainer.default_root_dir is null; give the run's"),
         ("--best_checkpoint.save_top_k", 3, "all have the one file name 'best'"),
     ):

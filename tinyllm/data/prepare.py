@@ -348,7 +348,8 @@ class _Preparation:
             if writer.documents == 0:
                 raise ValueError(
                     f"the {name} split is empty: none of {total} documents fell into it at "
-                    f"{fractions[name]}. Change the fraction or give more documents."
+                    f"{fractions[name]}. Documents are dealt out whole, and a text file is one: "
+                    "change the fraction, or give more documents, as files or lines of JSON."
                 )
 
 
