@@ -293,7 +293,7 @@ def test_helpers_of_tests_have_different_names() -> None:
 def run_python(code: str, cwd: Path) -> str:
     """Run code from the given folder; its output. Fails with the interpreter's own message."""
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -101,7 +101,7 @@ def test_a_preempted_job_is_queued_again_and_goes_on(root: Path) -> None:
     campaign = Campaign(root, candidate_of(root, "slow"), select=["*seed45"])
     with ThreadPoolExecutor(1) as threads:
         summary = threads.submit(submit, campaign, "convergence", {})
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while not (found := list(root.glob("work/*/*/pid"))) and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.2)

@@ -16,7 +16,6 @@ from tinyllm.data.prepare import prepare
 
 UPDATES = 4 * EVERY
 
-pytestmark = pytest.mark.timeout(900)
 needs_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a disk")
 
 

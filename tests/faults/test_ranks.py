@@ -16,7 +16,6 @@ KILLS = int(os.environ.get("TINYLLM_TEST_RANK_KILLS", "1"))  # of four ranks
 SEED = int(os.environ.get("TINYLLM_TEST_SEED", "0"))
 STOP_SECONDS = 60.0
 """In which all ranks end after one was killed; they take half a second on a machine at rest."""
-pytestmark = pytest.mark.timeout(900)
 STRIDE = 8
 UPDATES = (KILLS + 1) * 2 * STRIDE + 4 * STRIDE
 MOMENT_SECONDS = 0.05

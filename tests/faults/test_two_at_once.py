@@ -22,7 +22,6 @@ from tinyllm.folder_lock import FolderInUseError, alone_in
 
 ACCEPTANCE = Path(__file__).resolve().parents[1] / "acceptance"
 UPDATES = 60
-pytestmark = pytest.mark.timeout(900)
 
 
 # --- two runs in one output folder ----------------------------------------------------------------

@@ -35,7 +35,6 @@ def settings(tmp_path: Path) -> Settings:
     return toy_settings(make_cache(tmp_path / "cache"))
 
 
-@pytest.mark.timeout(900)  # a dozen trainings, each of which imports torch
 def test_the_real_thing_on_the_cpu(tmp_path: Path) -> None:
     """Native against native, the pass and its exit code, and all files."""
     root = tmp_path / "root"

@@ -245,7 +245,7 @@ def test_lightnings_launcher_starts_the_ranks(tmp_path: Path, cache: str) -> Non
         for name, value in os.environ.items()
         if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_PORT")
     }
-    subprocess.run([sys.executable, str(script)], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, str(script)], env=environment, check=True, timeout=600)
     expected = train(1, cache, strategy)
     for rank in range(2):
         assert_same(torch.load(tmp_path / f"{rank}.pt"), expected)

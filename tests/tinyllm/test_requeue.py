@@ -156,7 +156,7 @@ def rows(folder: str) -> int:
 
 
 def wait_for_rows(process: subprocess.Popen[str], folder: str, count: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while rows(folder) < count:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
@@ -164,7 +164,7 @@ def wait_for_rows(process: subprocess.Popen[str], folder: str, count: int) -> No
 
 
 def ended(process: subprocess.Popen[str], code: int) -> str:
-    error = process.communicate(timeout=120)[1]
+    error = process.communicate(timeout=600)[1]
     assert process.returncode == code, error
     return error
 

@@ -327,13 +327,13 @@ def test_threads_end_with_the_pass_with_close_and_with_collection() -> None:
     abandoned = prefetch_threads()[-1]
     del iterator
     gc.collect()
-    abandoned.join(timeout=5)
+    abandoned.join(timeout=60)
     assert not abandoned.is_alive()
 
     loader.limit_batches = 3
     list(loader)
     for thread in prefetch_threads():
-        thread.join(timeout=5)
+        thread.join(timeout=60)
     assert len(prefetch_threads()) == before
 
 

@@ -25,6 +25,6 @@ next(prefetcher)
 def test_a_program_may_end_while_its_thread_is_inside_pytorch(end: str) -> None:
     """The interpreter kills threads that outlive it, and inside PyTorch that is an abort."""
     done = subprocess.run(
-        [sys.executable, "-c", LEFT_RUNNING + end], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", LEFT_RUNNING + end], capture_output=True, text=True, timeout=600
     )
     assert (done.returncode, done.stderr) == (0, "")
