@@ -10,9 +10,9 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from tinyllm.acceptance.performance import COSTS, SETUP_COSTS
 from tinyllm.acceptance.protocol import SIDES, ConvergenceRun, Pair, Protocol, Workload
 from tinyllm.acceptance.retained import retain
 from tinyllm.acceptance.runs import RunError, failures, read_result
-from tinyllm.acceptance.traces import TraceError, compare_traces
+from tinyllm.acceptance.traces import TraceComparison, TraceError, compare_traces
 from tinyllm.acceptance.turns import Turns
 
 NATIVE, CANDIDATE = SIDES
@@ -192,18 +192,18 @@ def numerical(bench: Bench, workload: Workload, folder: Path) -> dict[str, Any]:
     # other jobs' comparisons would wait for this one's in a process that they share
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(2, spawn, initializer=_end_with_parent) as processes:
-        under_way = {
-            name: processes.submit(
-                compare_traces,
-                folder / "reference" / "trace",
-                folder / name / "trace",
-                workload=workload.id,
-                comparison=comparison,
-                protocol=protocol.hash,
-                updates=protocol.numerical_updates,
-            )
-            for name, comparison in comparisons.items()
-        }
+        under_way: dict[str, Future[TraceComparison]] = {}
+        for name, comparison in comparisons.items():
+            with suppress(BrokenProcessPool):  # the first one's result says so
+                under_way[name] = processes.submit(
+                    compare_traces,
+                    folder / "reference" / "trace",
+                    folder / name / "trace",
+                    workload=workload.id,
+                    comparison=comparison,
+                    protocol=protocol.hash,
+                    updates=protocol.numerical_updates,
+                )
         for name, comparison in comparisons.items():
             try:
                 found = under_way[name].result()

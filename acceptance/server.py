@@ -50,12 +50,18 @@ def next_training() -> dict[str, Any]:
     """Waits for requests, and returns in a new process with its own."""
     for line in sys.stdin:
         request = json.loads(line)
+        reading, writing = os.pipe()
         keeper = os.fork()
         if keeper == 0:
             die_with_parent()
+            os.close(writing)
+            os.read(reading, 1)  # ends when this process is noted, so that none is after its end
+            os.close(reading)
             return keep_code(request)
+        os.close(reading)
         with suppress(OSError):  # of the folder, which is another's matter
             note(request, "keeper", keeper)
+        os.close(writing)
     raise SystemExit
 
 

@@ -32,7 +32,10 @@ def alone_in(folder: Path) -> Iterator[None]:
     try:
         descriptor = locked(path, os.O_RDWR | os.O_CREAT)
     except BlockingIOError:
-        owner = path.read_text(encoding="utf-8").strip() or "another process"
+        owner = ""
+        with suppress(FileNotFoundError):  # it has just ended
+            owner = path.read_text(encoding="utf-8").strip()
+        owner = owner or "another process"
         raise FolderInUseError(
             f"{folder} is in use by another run ({owner}); wait until it has ended, or choose "
             "another folder with --trainer.default_root_dir"

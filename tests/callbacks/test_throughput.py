@@ -213,7 +213,7 @@ def test_tokens_are_those_of_the_global_batch(tmp_path: Path, strategy: Any, k: 
 
 class SlowValidation(Callback):
     def on_validation_batch_end(self, *_: Any) -> None:
-        time.sleep(0.3)
+        time.sleep(1)
 
 
 def test_validation_is_in_no_window(tmp_path: Path) -> None:
@@ -230,9 +230,9 @@ def test_validation_is_in_no_window(tmp_path: Path) -> None:
     )
     trainer.fit(tiny(), Batches([rows(4)] * 9), DataLoader([rows(4)], batch_size=None))
     table, timing = read(tmp_path)
-    assert all(row["seconds"] < 0.3 for row in table)
-    assert timing["validation_seconds"] > 0.6  # after updates 3 and 6; the third is after the end
-    assert timing["elapsed_seconds"] > 0.9
+    assert all(row["seconds"] < 1 for row in table)
+    assert timing["validation_seconds"] > 2  # after updates 3 and 6; the third is after the end
+    assert timing["elapsed_seconds"] > 3
 
 
 def test_a_wait_for_others_is_in_no_figure(tmp_path: Path) -> None:
@@ -284,7 +284,8 @@ def test_two_interleaved_runs_differ_by_less_than_their_spread(tmp_path: Path) -
                 run(windows, [rows(4)] * 10)
             rates[name].append(read(folder)[1]["median_tokens_per_second"])
     spreads = [max(values) - min(values) for values in rates.values()]
-    assert abs(median(rates["a"]) - median(rates["b"])) < max(spreads)
+    # by chance one run in a thousand is beyond one spread
+    assert abs(median(rates["a"]) - median(rates["b"])) < 2 * max(spreads)
 
 
 @pytest.mark.parametrize("least", [{"min_epochs": 500}, {"min_steps": 5_000}])

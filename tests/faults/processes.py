@@ -3,13 +3,14 @@
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+
+from ranks import free_port
 
 # One process imports everything once, and each command is a fork of it: a kill in the first
 # second of a command is then a kill of the command, and not of Python's imports.
@@ -102,9 +103,7 @@ def _as_rank(rank: int, ranks: int, port: int) -> Iterator[None]:
 @contextmanager
 def ranks(number: int, *args: object, logs: Path) -> Iterator[list[Command]]:
     """A command on several ranks."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     with ExitStack() as stack:
         yield [
             stack.enter_context(

@@ -1,5 +1,7 @@
 """Runs a function on several ranks: processes with the environment that a launcher gives them."""
 
+import contextlib
+import itertools
 import multiprocessing
 import os
 import socket
@@ -16,7 +18,24 @@ import torch
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["lightning.pytorch", "tinyllm.strategies.registry"])
 
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300
+
+
+_ports = itertools.count()
+
+
+def free_port() -> int:
+    """A port that nobody listens on, of a range of this process among those that run tests.
+
+    Below those that the system hands out by itself, which another process may get meanwhile.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first, size = 20_000 + worker % 4 * 3_000, 3_000
+    while True:
+        port = first + (os.getpid() + next(_ports)) % size
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 class RanksError(Exception):
@@ -45,10 +64,8 @@ def run_on_ranks(
         RanksError: If any rank raised.
         TimeoutError: If any rank hangs.
     """
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        listener.close()
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
         describe = {"torchrun": _torchrun, "slurm": _slurm}[launcher]
 
         def environment(rank: int) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import free_port
 from run_files import Run, assert_same_run, load
 
 HERE = Path(__file__).parent
@@ -197,7 +198,7 @@ def test_two_ranks_of_which_one_is_told(
     )
     options = ["--trainer.max_steps", 120, "--trainer.strategy", strategy]
     shared = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(random.randint(20_000, 60_000))}
+    shared |= {"MASTER_PORT": str(free_port())}
     ranks = [
         start("run", "--config", tiny, *options, "--trainer.devices", 2, **(shared | place))
         for place in ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01")
