@@ -144,7 +144,7 @@ class RunCheckpoint(ModelCheckpoint):
             if trainer.validating:
                 _validate_again(trainer)
             self._save_newest(trainer)
-        elif not self.save_last or self._last_global_step_saved != trainer.global_step:
+        elif not self.last_model_path or self._last_global_step_saved != trainer.global_step:
             return
         rank_zero_info(
             f"the state after {trainer.global_step} updates is saved in {self.last_model_path}; "

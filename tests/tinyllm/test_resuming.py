@@ -125,6 +125,13 @@ def test_what_is_saved_already_is_named_too(fit: Run) -> None:
     assert "the state after 4 updates is saved in run/checkpoints/last.ckpt; continue" in done.err
 
 
+def test_before_the_first_update_nothing_is_said_to_be_saved(fit: Run) -> None:
+    stop = ["--trainer.callbacks", "stopping.FailWithin", "--trainer.callbacks.updates", 0]
+    done = fit("run", *stop, code=1)
+    assert "error: RuntimeError: the machine is on fire" in done.err
+    assert "is saved in" not in done.err
+
+
 def test_an_error_saves_what_resumes_exactly(fit: Run, finished: Path) -> None:
     stop = ["--trainer.callbacks", "stopping.FailAfter", "--trainer.callbacks.updates", 6]
     done = fit("run", *stop, code=1)
