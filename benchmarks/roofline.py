@@ -30,7 +30,7 @@ from tinyllm.kernels import attention, head, norm
 from tinyllm.kernels.adamw import gradient_squares
 from tinyllm.kernels.embedding import embed, embed_backward
 from tinyllm.kernels.gemm import input_gradient, linear, weight_gradient
-from tinyllm.kernels.rope import rotate_back, rotated_linear
+from tinyllm.kernels.rope import rotated_linear
 from tinyllm.kernels.stream import Stream
 from tinyllm.kernels.swiglu import swiglu_backward, swiglu_linear
 from tinyllm.model import Llama
@@ -178,7 +178,6 @@ class Update:
         qkv, dout = self.low(m, 3 * c), self.low(m, c)
         tables = torch.ones(self.context, c // heads // 2, device="cuda")
         attended = attention.attend(qkv, heads, self.context)
-        gradients = attention.attend_backward(dout, qkv, attended, heads, self.context)
         packed = torch.empty_like(qkv)
         elements = self.workers * m * c
         flop = 2.0 * self.all_tokens * self.context * c  # q·k and p·v, half of them masked
@@ -189,16 +188,11 @@ class Update:
                 seconds_of(lambda: attention.attend(qkv, heads, self.context)),
             ),
             Part(
-                "attention, backward",
+                "attention and rotary positions, backward",
                 *(layers, 2.5 * flop, 8 * LOW * elements),
                 seconds_of(
-                    lambda: attention.attend_backward(dout, qkv, attended, heads, self.context)
+                    lambda: attention.attend_backward(dout, qkv, attended, tables, tables, packed)
                 ),
-            ),
-            Part(
-                "rotary positions, backward",
-                *(layers, 0.0, 6 * LOW * elements),
-                seconds_of(lambda: rotate_back(*gradients, tables, tables, packed)),
             ),
         ]
 

@@ -1,14 +1,17 @@
-"""Causal attention of packed queries, keys and values, by cuDNN on a GPU.
+"""Causal attention of packed queries, keys and values; forward by cuDNN on a GPU.
 
-``y = softmax(q·kᵀ/√K + causal) · v`` for each head. With ``p`` the softmax's rows and
-``δ = Σ dy·y`` of each row: ``dv = pᵀ·dy``, ``ds = p∘(dy·vᵀ − δ)``, ``dq = ds·k/√K``,
-``dk = dsᵀ·q/√K`` (Dao et al., "FlashAttention", 2022, section 3.1 and appendix B).
+``y = softmax(q·kᵀ/√K + causal) · v`` for each head (Vaswani et al., "Attention is all you need",
+2017, section 3.2.1). The backward pass is :mod:`tinyllm.kernels.attention_backward`'s, or cuDNN's
+for heads of a size that it does not have.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tinyllm.kernels.attention_backward import attention_backward, fits
+from tinyllm.kernels.rope import rotate_back
 
 _aten = torch.ops.aten
 
@@ -18,11 +21,13 @@ class Attended(NamedTuple):
 
     Attributes:
         out: ``[N, H, T, K]`` for N sequences, in memory as ``[N, T, H, K]``.
-        state: What the implementation keeps beside it.
+        lse: ``[N, H, T, 1]`` stream dtype, logarithms of the sums of each row's exponentials.
+        state: What cuDNN's backward pass wants beside them.
     """
 
     out: Tensor
-    state: tuple[object, ...]
+    lse: Tensor
+    state: tuple[Any, ...]
 
 
 def heads_of(packed: Tensor, heads: int, length: int) -> Tensor:
@@ -34,46 +39,39 @@ def attend(qkv: Tensor, heads: int, length: int) -> Attended:
     """Attention of ``qkv`` ``[W, B·T, 3·H·K]``, rotated already; T is ``length``."""
     q, k, v = heads_of(qkv, 3 * heads, length).chunk(3, dim=1)
     if not qkv.is_cuda:
-        p = _probabilities(q, k)
-        return Attended((p @ v).transpose(1, 2).contiguous().transpose(1, 2), ())
-    out, *state = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False)
-    return Attended(out, tuple(state))
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        ahead = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(ahead, float("-inf"))
+        out = (scores.softmax(-1) @ v).transpose(1, 2).contiguous().transpose(1, 2)
+        return Attended(out, scores.logsumexp(-1, keepdim=True), ())
+    out, lse, *state = _aten._scaled_dot_product_cudnn_attention(
+        *(q, k, v, None, True, 0.0, True, False)
+    )
+    return Attended(out, lse, tuple(state))
 
 
 def attend_backward(
-    dout: Tensor, qkv: Tensor, attended: Attended, heads: int, length: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v ``[W·B, H, T, K]``.
+    dout: Tensor, qkv: Tensor, attended: Attended, cos: Tensor, sin: Tensor, dqkv: Tensor
+) -> None:
+    """Gradients of queries, keys and values before queries and keys were turned.
 
     Args:
         dout: ``[W, B·T, H·K]``.
         qkv: As it was attended to.
         attended: What :func:`attend` gave.
-        heads: H.
-        length: T.
+        cos: Of rotary positions, ``[≥ T, K/2]``.
+        sin: The same.
+        dqkv: As ``qkv``, takes the result; not ``qkv`` itself.
     """
+    out, lse, state = attended
+    _, heads, length, width = out.shape
+    if not qkv.is_cuda or fits(width):
+        attention_backward(dout, qkv, out, lse, cos, sin, dqkv)
+        return
     q, k, v = heads_of(qkv, 3 * heads, length).chunk(3, dim=1)
-    dy = heads_of(dout, heads, length)
-    if not qkv.is_cuda:
-        return _reference_backward(dy, q, k, v, attended.out)
-    lse, starts_q, starts_k, max_q, max_k, seed, offset, _ = attended.state
-    gradients: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_cudnn_attention_backward(
-        *(dy, q, k, v, attended.out, lse, seed, offset, None),
+    starts_q, starts_k, max_q, max_k, seed, offset, _ = state
+    dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+        *(heads_of(dout, heads, length), q, k, v, out, lse, seed, offset, None),
         *(starts_q, starts_k, max_q, max_k, 0.0, True),
     )
-    return gradients
-
-
-def _probabilities(q: Tensor, k: Tensor) -> Tensor:
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    ahead = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
-    return scores.masked_fill(ahead, float("-inf")).softmax(-1)
-
-
-def _reference_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    p, scale = _probabilities(q, k), q.shape[-1] ** -0.5
-    delta = (dy * y).sum(-1, keepdim=True)
-    ds = p * (dy @ v.transpose(-1, -2) - delta) * scale
-    return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dy
+    rotate_back(dq, dk, dv, cos, sin, dqkv)

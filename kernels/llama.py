@@ -16,7 +16,7 @@ from tinyllm.kernels import attention, head, norm
 from tinyllm.kernels.attention import Attended
 from tinyllm.kernels.embedding import embed, embed_backward
 from tinyllm.kernels.gemm import input_gradient, linear, weight_gradient, weight_gradients
-from tinyllm.kernels.rope import rotate_back, rotated_linear
+from tinyllm.kernels.rope import rotated_linear
 from tinyllm.kernels.stream import Stream
 from tinyllm.kernels.swiglu import swiglu_backward, swiglu_linear
 from tinyllm.kernels.views import at_even_distances
@@ -93,8 +93,8 @@ class _Layer(NamedTuple):
 class _Factors(NamedTuple):
     """What the matrix products of all layers take and give, ``[L, W, M, ·]`` in the compute dtype.
 
-    Weight gradients are products of them; so gradients of ``qkv`` and ``gate_up`` take their places
-    in the backward pass.
+    Weight gradients are products of them; so in the backward pass gradients of ``gate_up`` take its
+    places, and those of ``qkv`` the places of the next layer, of which ``qkv`` has one more.
     """
 
     normed: Tensor  # before attention
@@ -133,17 +133,22 @@ class LlamaLosses:
 
     def __call__(self) -> None:
         """Runs the pass."""
-        _, last = self._forward(self._new_factors(1))
+        _, last = self._forward(self._new_factors(keep=False))
         self._loss(last)
 
-    def _new_factors(self, kept: int) -> _Factors:
+    def _new_factors(self, keep: bool) -> _Factors:
         """Room for those of all layers, or for one that each of them takes over from the last."""
-        width = self._embedding.shape[2]
+        width, layers = self._embedding.shape[2], self._llama.layers
         both = self._llama.weights["layers.0.mlp.gate_up_proj"].shape[1]
-        widths = (width, 3 * width, width, both, both // 2)
-        shape = (kept, self._workers, self._tokens)
-        room = (self._embedding.new_empty(*shape, size) for size in widths)
-        return _Factors(*(each.expand(self._llama.layers, -1, -1, -1) for each in room))
+
+        def room(size: int, more: int = 0) -> Tensor:
+            shape = (layers + more if keep else 1, self._workers, self._tokens, size)
+            made = self._embedding.new_empty(shape)
+            return made if keep else made.expand(layers, -1, -1, -1)
+
+        return _Factors(
+            room(width), room(3 * width, more=1), room(width), room(both), room(both // 2)
+        )
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -219,7 +224,7 @@ class LlamaStep(LlamaLosses):
 
     def __call__(self) -> None:
         """Runs both passes."""
-        factors = self._new_factors(self._llama.layers)
+        factors = self._new_factors(keep=True)
         layers, last = self._forward(factors)
         dnormed, row_scale = self._head(last)  # where the most memory is held
         self._backward(layers, last, factors, dnormed, row_scale)
@@ -267,9 +272,8 @@ class LlamaStep(LlamaLosses):
         dscales: Mapping[str, Tensor],
     ) -> Stream:
         """Of ``dx``, of the residual stream after a layer, makes that of the stream before it."""
-        name, heads, length = f"layers.{index}", self._llama.heads, self._length
-        weights, llama = self._llama.weights, self._llama
-        dgate_up, dqkv = factors.gate_up[index], factors.qkv[index]
+        name, weights, llama = f"layers.{index}", self._llama.weights, self._llama
+        dgate_up, qkv, dqkv = factors.gate_up[index], *factors.qkv[index : index + 2]
         dactivated = input_gradient(dx.value, weights[f"{name}.mlp.down_proj"])
         swiglu_backward(dactivated, dgate_up, dgate_up)
         dmiddle = input_gradient(dgate_up, weights[f"{name}.mlp.gate_up_proj"])
@@ -278,8 +282,7 @@ class LlamaStep(LlamaLosses):
             *(dx, branches.attention[index], dscales),
         )
         dattended = input_gradient(dx.value, weights[f"{name}.self_attn.o_proj"])
-        dq, dk, dv = attention.attend_backward(dattended, dqkv, layer.attended, heads, length)
-        rotate_back(dq, dk, dv, llama.cos, llama.sin, dqkv)
+        attention.attend_backward(dattended, qkv, layer.attended, llama.cos, llama.sin, dqkv)
         dnormed = input_gradient(dqkv, weights[f"{name}.self_attn.qkv_proj"])
         below = branches.feed_forward[index - 1] if index > 0 else torch.empty_like(dx.value)
         return self._norm_backward(
@@ -311,7 +314,7 @@ class LlamaStep(LlamaLosses):
             ("mlp.down_proj", branches.feed_forward, factors.activated),
             ("mlp.gate_up_proj", factors.gate_up, factors.middle),
             ("self_attn.o_proj", branches.attention, torch.stack(attended) if few else attended),
-            ("self_attn.qkv_proj", factors.qkv, factors.normed),
+            ("self_attn.qkv_proj", factors.qkv[1:], factors.normed),
         )
         for kind, dys, xs in products:
             names = [f"layers.{index}.{kind}" for index in range(self._llama.layers)]

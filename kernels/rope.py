@@ -21,7 +21,7 @@ from tinyllm.kernels.operation import Operation
 _THREADS = 128
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns ``x`` ``[N, T, H, K]`` in the tables' dtype."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -39,7 +39,7 @@ def _rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, length: int) -> N
         length: T; M is a multiple of it.
     """
     qk = qkv.view(-1, length, 3 * heads, qkv.shape[-1] // (3 * heads))[:, :, : 2 * heads]
-    qk.copy_(_turn(qk, cos[:length], sin[:length]))
+    qk.copy_(turn(qk, cos[:length], sin[:length]))
 
 
 def _rotate_back(
@@ -58,7 +58,7 @@ def _rotate_back(
     sequences, heads, length, width = dq.shape
     packed = dqkv.view(sequences, length, 3, heads, width)
     for part, gradient in enumerate((dq, dk)):
-        turned = _turn(gradient.transpose(1, 2), cos[:length], -sin[:length])
+        turned = turn(gradient.transpose(1, 2), cos[:length], -sin[:length])
         packed[:, :, part].copy_(turned)
     packed[:, :, 2].copy_(dv.transpose(1, 2))
 

@@ -1,51 +1,122 @@
+"""Attention and its gradients, against PyTorch's and autograd's."""
+
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinyllm.kernels import attention_backward as kernels
 from tinyllm.kernels.attention import attend, attend_backward, heads_of
+from tinyllm.kernels.attention_backward import attention_backward
+
+from .checks import INTERPRETED_LOW, assert_accurate, interpreted, normal, poisoned
 
 SHAPES = [(1, 2, 7, 1, 4), (2, 3, 5, 3, 64), (3, 1, 16, 2, 128)]
 """W, B, T, H, K."""
 
 
 def tensors(
-    workers: int, sequences: int, length: int, heads: int, size: int, **options: object
-) -> tuple[Tensor, Tensor]:
-    """Packed queries, keys and values, and the gradient of the result."""
+    workers: int, sequences: int, length: int, heads: int, size: int, **options: Any
+) -> dict[str, Tensor]:
+    """Packed queries, keys and values, the gradient of the result, and tables of positions."""
     tokens, width = sequences * length, heads * size
-    qkv = torch.randn(workers, tokens, 3 * width, dtype=torch.float64).to(**options)
-    return qkv, torch.randn(workers, tokens, width, dtype=torch.float64).to(**options)
+    angle = torch.rand(length + 2, size // 2, dtype=torch.float64) * 6.3
+    made = {
+        "qkv": torch.randn(workers, tokens, 3 * width, dtype=torch.float64).to(**options),
+        "dout": torch.randn(workers, tokens, width, dtype=torch.float64).to(**options),
+    }
+    device = made["qkv"].device
+    high = torch.float64 if made["qkv"].dtype == torch.float64 else torch.float32
+    return made | {
+        n: f(angle).to(device, high) for n, f in (("cos", torch.cos), ("sin", torch.sin))
+    }
 
 
 def expected(
-    qkv: Tensor, dout: Tensor, heads: int, length: int
+    qkv: Tensor, dout: Tensor, cos: Tensor, sin: Tensor, heads: int, length: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """PyTorch's attention, and autograd's gradients of queries, keys and values."""
+    """PyTorch's attention, and autograd's gradients of queries, keys and values before turning."""
     parts = heads_of(qkv, 3 * heads, length).chunk(3, dim=1)
     q, k, v = (part.detach().contiguous().requires_grad_() for part in parts)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return out.detach(), torch.autograd.grad(out, (q, k, v), heads_of(dout, heads, length))
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), heads_of(dout, heads, length))
+    turn = torch.complex(cos, -sin)[:length]
+
+    def back(gradient: Tensor) -> Tensor:
+        turned = torch.complex(*gradient.to(cos.dtype).chunk(2, dim=-1)) * turn
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    return out.detach(), (back(dq), back(dk), dv)
+
+
+def parts_of(dqkv: Tensor, heads: int, length: int) -> list[Tensor]:
+    """Gradients of queries, keys and values."""
+    return list(heads_of(dqkv, 3 * heads, length).chunk(3, dim=1))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_is_pytorchs_attention(shape: tuple[int, ...]) -> None:
     length, heads = shape[2:4]
-    qkv, dout = tensors(*shape, device="cpu")
-    out, gradients = expected(qkv, dout, heads, length)
-    attended = attend(qkv, heads, length)
+    given = tensors(*shape, device="cpu")
+    out, gradients = expected(**given, heads=heads, length=length)
+    attended = attend(given["qkv"], heads, length)
     torch.testing.assert_close(attended.out, out, rtol=0, atol=1e-12)
-    found = attend_backward(dout, qkv, attended, heads, length)
+    dqkv = torch.full_like(given["qkv"], torch.nan)
+    attend_backward(**given, attended=attended, dqkv=dqkv)
+    found = parts_of(dqkv, heads, length)
     for name, mine, truth in zip("qkv", found, gradients, strict=True):
         torch.testing.assert_close(mine, truth, rtol=0, atol=1e-12, msg=name)
 
 
+def backward_arguments(*shape: int, low: torch.dtype = torch.float32) -> list[Any]:
+    """Of the backward pass alone, between guards."""
+    workers, batch, length, heads, size = shape
+    tokens, width = batch * length, heads * size
+    qkv = normal(workers, tokens, 3 * width, dtype=low)
+    dout = normal(workers, tokens, width, dtype=low)
+    attended = attend(qkv.float(), heads, length)
+    angle = torch.rand(length + 2, size // 2) * 6.3
+    dqkv = poisoned(workers, tokens, 3 * width, dtype=low)
+    out = attended.out.transpose(1, 2).to(low).transpose(1, 2)
+    return [dout, qkv, out, attended.lse, angle.cos(), angle.sin(), dqkv]
+
+
+@interpreted
+@pytest.mark.parametrize("low", [torch.float32, INTERPRETED_LOW])
+@pytest.mark.parametrize(
+    ("shape", "queries", "keys"),
+    [
+        ((1, 2, 7, 1, 16), 16, 16),  # less than a block
+        ((2, 1, 40, 2, 16), 16, 16),  # a remainder
+        ((1, 1, 64, 1, 32), 16, 32),  # two blocks of queries see a part of a block of keys
+        ((1, 1, 80, 1, 16), 32, 16),
+        ((1, 1, 130, 1, 64), 64, 64),
+        ((1, 1, 33, 1, 128), 16, 16),
+    ],
+)
+def test_backward_kernels(
+    shape: tuple[int, ...],
+    queries: int,
+    keys: int,
+    low: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    blocks = {"BLOCK_Q": queries, "BLOCK_K": keys, "STAGES": 2, "num_warps": 4}
+    for name in ("QUERIES", "KEYS", "WIDE"):
+        monkeypatch.setattr(kernels, name, blocks)
+    arguments = backward_arguments(*shape, low=low)
+    assert_accurate(attention_backward, arguments, lambda *args: {"dqkv": args[-1]}, terms=shape[2])
+
+
 def test_leaves_its_inputs_alone() -> None:
-    qkv, dout = tensors(2, 3, 5, 3, 64, device="cpu")
-    before = qkv.clone(), dout.clone()
-    attend_backward(dout, qkv, attend(qkv, 3, 5), 3, 5)
-    assert torch.equal(qkv, before[0])
-    assert torch.equal(dout, before[1])
+    given = tensors(2, 3, 5, 3, 64, device="cpu")
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    attended = attend(given["qkv"], 3, 5)
+    attend_backward(**given, attended=attended, dqkv=torch.empty_like(given["qkv"]))
+    for name, tensor in given.items():
+        assert torch.equal(tensor, before[name]), name
 
 
 def test_heads_are_views_of_what_is_packed() -> None:
@@ -58,7 +129,11 @@ def test_heads_are_views_of_what_is_packed() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "shape", [(1, 2, 7, 5, 64), (3, 2, 130, 5, 64), (1, 2, 256, 2, 128), (4, 2, 1_024, 5, 64)]
+    "shape",
+    [
+        *((1, 2, 7, 5, 64), (3, 2, 130, 5, 64), (1, 2, 256, 2, 128), (4, 2, 1_024, 5, 64)),
+        *((2, 2, 100, 2, 16), (1, 3, 65, 3, 32), (1, 2, 70, 2, 40)),  # the last is cuDNN's
+    ],
 )
 def test_on_gpu(shape: tuple[int, ...]) -> None:
     """Errors against float64, in the 2-norm, are those of PyTorch's own attention in bf16.
@@ -67,14 +142,20 @@ def test_on_gpu(shape: tuple[int, ...]) -> None:
     rounded to bf16, each of which is good to half a unit in the last place, 2⁻⁹.
     """
     length, heads = shape[2:4]
-    qkv, dout = tensors(*shape, dtype=torch.bfloat16, device="cuda")
-    out, gradients = expected(qkv.double(), dout.double(), heads, length)
-    plain_out, plain_gradients = expected(qkv, dout, heads, length)
-    attended = attend(qkv, heads, length)
-    found = attend_backward(dout, qkv, attended, heads, length)
+    given = tensors(*shape, dtype=torch.bfloat16, device="cuda")
+    exact = {name: tensor.double() for name, tensor in given.items()}
+    out, gradients = expected(**exact, heads=heads, length=length)
+    plain_out, plain_gradients = expected(**given, heads=heads, length=length)
+    attended = attend(given["qkv"], heads, length)
+    dqkv = torch.full_like(given["qkv"], torch.nan)
+    attend_backward(**given, attended=attended, dqkv=dqkv)
+    again = torch.full_like(dqkv, torch.nan)
+    attend_backward(**given, attended=attended, dqkv=again)
+    if kernels.fits(shape[4]):
+        assert torch.equal(dqkv, again)  # nothing is summed in an order that may change
     for name, mine, plain, truth in zip(
         ("out", "dq", "dk", "dv"),
-        (attended.out, *found),
+        (attended.out, *parts_of(dqkv, heads, length)),
         (plain_out, *plain_gradients),
         (out, *gradients),
         strict=True,
