@@ -17,7 +17,6 @@ each factor of a product from where it is.
 # mypy: disable-error-code="no-untyped-def"
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -28,11 +27,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tinyllm.kernels.operation import Operation
 from tinyllm.kernels.rope import turn
 
-LOG2_E = math.log2(math.e)
-QUERIES: dict[str, Any] = {"BLOCK_Q": 64, "BLOCK_K": 64, "STAGES": 3, "num_warps": 4}
-KEYS: dict[str, Any] = {"BLOCK_Q": 64, "BLOCK_K": 64, "STAGES": 3, "num_warps": 4}
-WIDE: dict[str, Any] = {"BLOCK_Q": 64, "BLOCK_K": 64, "STAGES": 2, "num_warps": 8}
-"""Of heads of 128."""
+LOG2_E = tl.constexpr(math.log2(math.e))
+BLOCK_Q = BLOCK_K = 64
+"""Queries and keys of a tile: few enough for three programs to share a multiprocessor, of which one
+is at its exponentials while another has the tensor cores."""
 
 
 def _attention_backward(
@@ -84,17 +82,23 @@ def _turned_back(x, cos_ptr, sin_ptr, token, length, ROWS: tl.constexpr, WIDTH: 
 
 
 @triton.jit
+def _tile(desc, sequence, first, column, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of one head ``[ROWS, WIDTH]``, zeros past the sequence's end."""
+    return desc.load([sequence, first, column]).reshape(ROWS, WIDTH)
+
+
+@triton.jit
 def _queries_step(
-    dq, q, dy, lse, delta, keys_desc, row, column, value_column, start, queries, length, factor,
-    BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+    dq, q, dy, log, delta, keys_desc, sequence, column, value_column, start, queries, factor,
+    WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    k = keys_desc.load([row + start, column])
-    v = keys_desc.load([row + start, value_column])
+    k = _tile(keys_desc, sequence, start, column, BLOCK_K, WIDTH)
+    v = _tile(keys_desc, sequence, start, value_column, BLOCK_K, WIDTH)
     s = tl.dot(q, tl.trans(k))
-    p = tl.exp2(s * factor - lse[:, None])
     if MASKED:
         keys = start + tl.arange(0, BLOCK_K)
-        p = tl.where(queries[:, None] >= keys[None, :], p, 0.0)
+        s = tl.where(queries[:, None] >= keys[None, :], s, float("-inf"))
+    p = tl.exp2(s * factor - log[:, None])
     dp = tl.dot(dy, tl.trans(v))
     ds = p * (dp - delta[:, None])
     return tl.dot(ds.to(k.dtype), k, dq)
@@ -102,118 +106,105 @@ def _queries_step(
 
 @triton.jit
 def _queries_kernel(
-    queries_desc, keys_desc, dy_desc, y_desc, lse_ptr, rows_ptr, cos_ptr, sin_ptr, dq_ptr,
-    length, factor, scale,
+    queries_desc, keys_desc, dy_desc, y_desc, log_ptr, log2_ptr, delta_ptr, cos_ptr, sin_ptr,
+    dqkv_ptr, room, length, factor, scale,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program: the gradient of BLOCK_Q queries of a head; keys pass by, the nearest ones last."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those with most to do begin
-    sequence, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
-    first = tile * BLOCK_Q
-    row = sequence * length
+    tiles = tl.cdiv(length, BLOCK_Q)
+    place, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    sequence, head = place // HEADS, place % HEADS
+    first = (tiles - 1 - tile) * BLOCK_Q  # those with most to do begin
     column, value_column = (HEADS + head) * WIDTH, (2 * HEADS + head) * WIDTH
     queries = first + tl.arange(0, BLOCK_Q)
     inside = queries < length
 
-    q = queries_desc.load([row + first, head * WIDTH])
-    dy = dy_desc.load([row + first, head * WIDTH])
-    y = y_desc.load([row + first, head * WIDTH])
+    q = _tile(queries_desc, sequence, first, head * WIDTH, BLOCK_Q, WIDTH)
+    dy = _tile(dy_desc, sequence, first, head * WIDTH, BLOCK_Q, WIDTH)
+    y = _tile(y_desc, sequence, first, head * WIDTH, BLOCK_Q, WIDTH)
     delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), axis=1)
-    place = (sequence * HEADS + head).to(tl.int64) * length + queries
-    lse = tl.load(lse_ptr + place, mask=inside, other=0.0) * 1.4426950408889634
-    rows = tl.num_programs(1).to(tl.int64) * length
-    tl.store(rows_ptr + place, lse, mask=inside)
-    tl.store(rows_ptr + rows + place, delta, mask=inside)
+    log = tl.load(log_ptr + place.to(tl.int64) * length + queries, mask=inside, other=0.0) * LOG2_E
+    row = place.to(tl.int64) * room + queries  # with zeros past the sequence's end
+    tl.store(log2_ptr + row, log, mask=queries < room)
+    tl.store(delta_ptr + row, delta, mask=queries < room)
 
     dq = tl.zeros((BLOCK_Q, WIDTH), tl.float32)
-    below = first // BLOCK_K * BLOCK_K
-    for start in tl.range(0, below, BLOCK_K, num_stages=STAGES):
+    nearest = first // BLOCK_K * BLOCK_K
+    for start in tl.range(0, nearest, BLOCK_K, num_stages=STAGES):
         dq = _queries_step(
-            dq, q, dy, lse, delta, keys_desc, row, column, value_column, start, queries, length,
-            factor, BLOCK_K, False,
+            dq, q, dy, log, delta, keys_desc, sequence, column, value_column, start, queries,
+            factor, WIDTH, BLOCK_K, False,
         )  # fmt: skip
-    for start in tl.range(below, min(first + BLOCK_Q, length), BLOCK_K, num_stages=1):
+    for start in tl.range(nearest, min(first + BLOCK_Q, length), BLOCK_K, num_stages=1):
         dq = _queries_step(
-            dq, q, dy, lse, delta, keys_desc, row, column, value_column, start, queries, length,
-            factor, BLOCK_K, True,
+            dq, q, dy, log, delta, keys_desc, sequence, column, value_column, start, queries,
+            factor, WIDTH, BLOCK_K, True,
         )  # fmt: skip
     dq = _turned_back(dq * scale, cos_ptr, sin_ptr, queries, length, BLOCK_Q, WIDTH)
-    pointer = dq_ptr + (row + queries).to(tl.int64)[:, None] * (3 * HEADS * WIDTH)
-    pointer += head * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(pointer, dq.to(dq_ptr.dtype.element_ty), mask=inside[:, None])
+    row = sequence.to(tl.int64) * length + queries
+    pointer = dqkv_ptr + row[:, None] * (3 * HEADS * WIDTH) + head * WIDTH
+    pointer += tl.arange(0, WIDTH)[None, :]
+    tl.store(pointer, dq.to(dqkv_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
 def _keys_step(
-    dk, dv, k, v, queries_desc, dy_desc, rows_ptr, rows, place, row, column, start, keys, length,
-    factor, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr,
+    dk, dv, k, v, queries_desc, dy_desc, log_desc, delta_desc, sequence, place, column, start, keys,
+    factor, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    q = queries_desc.load([row + start, column])
-    dy = dy_desc.load([row + start, column])
-    queries = start + tl.arange(0, BLOCK_Q)
-    if MASKED:
-        inside = queries < length
-        lse = tl.load(rows_ptr + place + queries, mask=inside, other=0.0)
-        delta = tl.load(rows_ptr + rows + place + queries, mask=inside, other=0.0)
-    else:
-        lse = tl.load(rows_ptr + place + queries)
-        delta = tl.load(rows_ptr + rows + place + queries)
+    q = _tile(queries_desc, sequence, start, column, BLOCK_Q, WIDTH)
+    dy = _tile(dy_desc, sequence, start, column, BLOCK_Q, WIDTH)
     s = tl.dot(k, tl.trans(q))
-    p = tl.exp2(s * factor - lse[None, :])
+    log = log_desc.load([place, start]).reshape(BLOCK_Q)
+    delta = delta_desc.load([place, start]).reshape(BLOCK_Q)
     if MASKED:
-        seen = (queries[None, :] >= keys[:, None]) & inside[None, :]
-        p = tl.where(seen, p, 0.0)
+        queries = start + tl.arange(0, BLOCK_Q)
+        s = tl.where(queries[None, :] >= keys[:, None], s, float("-inf"))
+    p = tl.exp2(s * factor - log[None, :])
     dv = tl.dot(p.to(dy.dtype), dy, dv)
     dp = tl.dot(v, tl.trans(dy))
     ds = p * (dp - delta[None, :])
-    if MASKED:
-        ds = tl.where(seen, ds, 0.0)
-    dk = tl.dot(ds.to(q.dtype), q, dk)
-    return dk, dv
+    return tl.dot(ds.to(q.dtype), q, dk), dv
 
 
 @triton.jit
 def _keys_kernel(
-    queries_desc, keys_desc, dy_desc, rows_ptr, cos_ptr, sin_ptr, dqkv_ptr,
+    queries_desc, keys_desc, dy_desc, log_desc, delta_desc, cos_ptr, sin_ptr, dqkv_ptr,
     length, factor, scale,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program: the gradients of BLOCK_K keys and values of a head; queries pass by."""
-    first = tl.program_id(0) * BLOCK_K
-    sequence, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
-    row = sequence * length
+    """A program: the gradients of BLOCK_K keys and values of a head; queries pass by.
+
+    Past the sequence's end queries and gradients are zeros, of which nothing comes.
+    """
+    tiles = tl.cdiv(length, BLOCK_K)
+    place, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_K
+    sequence, head = place // HEADS, place % HEADS
     column = head * WIDTH
     keys = first + tl.arange(0, BLOCK_K)
-    place = (sequence * HEADS + head).to(tl.int64) * length
-    rows = tl.num_programs(1).to(tl.int64) * length
 
-    k = keys_desc.load([row + first, HEADS * WIDTH + column])
-    v = keys_desc.load([row + first, 2 * HEADS * WIDTH + column])
+    k = _tile(keys_desc, sequence, first, HEADS * WIDTH + column, BLOCK_K, WIDTH)
+    v = _tile(keys_desc, sequence, first, 2 * HEADS * WIDTH + column, BLOCK_K, WIDTH)
     dk = tl.zeros((BLOCK_K, WIDTH), tl.float32)
     dv = tl.zeros((BLOCK_K, WIDTH), tl.float32)
-    begin = first // BLOCK_Q * BLOCK_Q
-    above = tl.cdiv(first + BLOCK_K, BLOCK_Q) * BLOCK_Q
-    whole = length // BLOCK_Q * BLOCK_Q
-    for start in tl.range(begin, min(above, length), BLOCK_Q, num_stages=1):
+    nearest = first // BLOCK_Q * BLOCK_Q
+    far = tl.cdiv(first + BLOCK_K, BLOCK_Q) * BLOCK_Q
+    for start in tl.range(far, length, BLOCK_Q, num_stages=STAGES):
         dk, dv = _keys_step(
-            dk, dv, k, v, queries_desc, dy_desc, rows_ptr, rows, place, row, column, start, keys,
-            length, factor, BLOCK_Q, True,
+            dk, dv, k, v, queries_desc, dy_desc, log_desc, delta_desc, sequence, place, column,
+            start, keys, factor, WIDTH, BLOCK_Q, False,
         )  # fmt: skip
-    for start in tl.range(above, whole, BLOCK_Q, num_stages=STAGES):
+    for start in tl.range(nearest, min(far, length), BLOCK_Q, num_stages=1):
         dk, dv = _keys_step(
-            dk, dv, k, v, queries_desc, dy_desc, rows_ptr, rows, place, row, column, start, keys,
-            length, factor, BLOCK_Q, False,
-        )  # fmt: skip
-    for start in tl.range(max(above, whole), length, BLOCK_Q, num_stages=1):
-        dk, dv = _keys_step(
-            dk, dv, k, v, queries_desc, dy_desc, rows_ptr, rows, place, row, column, start, keys,
-            length, factor, BLOCK_Q, True,
+            dk, dv, k, v, queries_desc, dy_desc, log_desc, delta_desc, sequence, place, column,
+            start, keys, factor, WIDTH, BLOCK_Q, True,
         )  # fmt: skip
     inside = (keys < length)[:, None]
-    pointer = dqkv_ptr + (row + keys).to(tl.int64)[:, None] * (3 * HEADS * WIDTH)
-    pointer += HEADS * WIDTH + column + tl.arange(0, WIDTH)[None, :]
+    row = sequence.to(tl.int64) * length + keys
+    pointer = dqkv_ptr + row[:, None] * (3 * HEADS * WIDTH) + HEADS * WIDTH + column
+    pointer += tl.arange(0, WIDTH)[None, :]
     dk = _turned_back(dk * scale, cos_ptr, sin_ptr, keys, length, BLOCK_K, WIDTH)
     tl.store(pointer, dk.to(dqkv_ptr.dtype.element_ty), mask=inside)
     tl.store(pointer + HEADS * WIDTH, dv.to(dqkv_ptr.dtype.element_ty), mask=inside)
@@ -229,25 +220,28 @@ def _launch(
 ) -> None:
     sequences, heads, length, width = out.shape
     scale = width**-0.5
-    flat_qkv, flat_dy = qkv.view(-1, 3 * heads * width), dout.view(-1, heads * width)
-    flat_y = out.transpose(1, 2).reshape(flat_dy.shape)
-    rows = lse.new_empty(2, sequences * heads, length)
-    of_heads = (length, scale * LOG2_E, scale, heads, width)
-    queries, keys = QUERIES if width <= 64 else WIDE, KEYS if width <= 64 else WIDE
+    qkv, dy, y = (tensor.view(sequences, length, -1) for tensor in (qkv, dout, out.transpose(1, 2)))
+    room = triton.cdiv(length, 4) * 4  # the copy engine counts rows in 16 bytes
+    log2, delta = lse.new_empty(2, sequences * heads, room)
+    of_heads = (length, scale * LOG2_E.value, scale, heads, width)
+    blocks = {"BLOCK_Q": BLOCK_Q, "BLOCK_K": BLOCK_K, "STAGES": 3 if width <= 64 else 2}
+    registers = {"maxnreg": 168} if width <= 64 else {}  # a third of all, of which it needs 171
 
     def tiles(tensor: Tensor, block: int) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(tensor, [block, width])
+        return TensorDescriptor.from_tensor(tensor, [1, block, width])
 
-    _queries_kernel[(triton.cdiv(length, queries["BLOCK_Q"]), sequences * heads)](
-        *(tiles(flat_qkv, queries["BLOCK_Q"]), tiles(flat_qkv, queries["BLOCK_K"])),
-        *(tiles(flat_dy, queries["BLOCK_Q"]), tiles(flat_y, queries["BLOCK_Q"])),
-        *(lse, rows, cos, sin, dqkv, *of_heads),
-        **queries,
+    def parts(tensor: Tensor, block: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(tensor, [1, block])
+
+    _queries_kernel[(triton.cdiv(length, BLOCK_Q) * sequences * heads,)](
+        *(tiles(qkv, BLOCK_Q), tiles(qkv, BLOCK_K), tiles(dy, BLOCK_Q), tiles(y, BLOCK_Q)),
+        *(lse, log2, delta, cos, sin, dqkv, room, *of_heads),
+        **blocks,
     )
-    _keys_kernel[(triton.cdiv(length, keys["BLOCK_K"]), sequences * heads)](
-        *(tiles(flat_qkv, keys["BLOCK_Q"]), tiles(flat_qkv, keys["BLOCK_K"])),
-        *(tiles(flat_dy, keys["BLOCK_Q"]), rows, cos, sin, dqkv, *of_heads),
-        **keys,
+    _keys_kernel[(triton.cdiv(length, BLOCK_K) * sequences * heads,)](
+        *(tiles(qkv, BLOCK_Q), tiles(qkv, BLOCK_K), tiles(dy, BLOCK_Q)),
+        *(parts(log2, BLOCK_Q), parts(delta, BLOCK_Q), cos, sin, dqkv, *of_heads),
+        **(blocks | registers),
     )
 
 

@@ -103,9 +103,8 @@ def test_backward_kernels(
     low: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    blocks = {"BLOCK_Q": queries, "BLOCK_K": keys, "STAGES": 2, "num_warps": 4}
-    for name in ("QUERIES", "KEYS", "WIDE"):
-        monkeypatch.setattr(kernels, name, blocks)
+    monkeypatch.setattr(kernels, "BLOCK_Q", queries)
+    monkeypatch.setattr(kernels, "BLOCK_K", keys)
     arguments = backward_arguments(*shape, low=low)
     assert_accurate(attention_backward, arguments, lambda *args: {"dqkv": args[-1]}, terms=shape[2])
 
