@@ -109,6 +109,21 @@ def test_backward_kernels(
     assert_accurate(attention_backward, arguments, lambda *args: {"dqkv": args[-1]}, terms=shape[2])
 
 
+@interpreted
+@pytest.mark.parametrize("name", ["dout", "qkv"])
+def test_what_is_not_finite_stays_in_its_sequence(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile that ends behind a sequence takes nothing from the next one."""
+    monkeypatch.setattr(kernels, "BLOCK_Q", 16)
+    monkeypatch.setattr(kernels, "BLOCK_K", 16)
+    arguments = backward_arguments(2, 1, 21, 1, 16)
+    {"dout": arguments[0], "qkv": arguments[1]}[name][1] = torch.nan
+    attention_backward.launch(*arguments)
+    assert arguments[-1][0].isfinite().all()
+    assert not arguments[-1][1].isfinite().any()
+
+
 def test_leaves_its_inputs_alone() -> None:
     given = tensors(2, 3, 5, 3, 64, device="cpu")
     before = {name: tensor.clone() for name, tensor in given.items()}
