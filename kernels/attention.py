@@ -1,8 +1,8 @@
-"""Causal attention of packed queries, keys and values; forward by cuDNN on a GPU.
+"""Causal attention of packed queries, keys and values.
 
 ``y = softmax(q·kᵀ/√K + causal) · v`` for each head (Vaswani et al., "Attention is all you need",
-2017, section 3.2.1). The backward pass is :mod:`tinyllm.kernels.attention_backward`'s, or cuDNN's
-for heads of a size that it does not have.
+2017, section 3.2.1), by :mod:`tinyllm.kernels.attention_forward` and
+:mod:`tinyllm.kernels.attention_backward`, or by cuDNN for heads of a size that they do not have.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tinyllm.kernels.attention_backward import attention_backward, fits
+from tinyllm.kernels.attention_backward import attention_backward
+from tinyllm.kernels.attention_forward import attention_forward
 from tinyllm.kernels.rope import rotate_back
 
 _aten = torch.ops.aten
@@ -35,19 +36,26 @@ def heads_of(packed: Tensor, heads: int, length: int) -> Tensor:
     return packed.view(-1, length, heads, packed.shape[-1] // heads).transpose(1, 2)
 
 
+def fits(width: int) -> bool:
+    """Whether the kernels have heads of this size."""
+    return width in (16, 32, 64, 128)
+
+
 def attend(qkv: Tensor, heads: int, length: int) -> Attended:
     """Attention of ``qkv`` ``[W, B·T, 3·H·K]``, rotated already; T is ``length``."""
-    q, k, v = heads_of(qkv, 3 * heads, length).chunk(3, dim=1)
-    if not qkv.is_cuda:
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        ahead = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(ahead, float("-inf"))
-        out = (scores.softmax(-1) @ v).transpose(1, 2).contiguous().transpose(1, 2)
-        return Attended(out, scores.logsumexp(-1, keepdim=True), ())
-    out, lse, *state = _aten._scaled_dot_product_cudnn_attention(
-        *(q, k, v, None, True, 0.0, True, False)
-    )
-    return Attended(out, lse, tuple(state))
+    packed = heads_of(qkv, 3 * heads, length)
+    sequences, _, _, width = packed.shape
+    if qkv.is_cuda and not fits(width):
+        q, k, v = packed.chunk(3, dim=1)
+        out, lse, *state = _aten._scaled_dot_product_cudnn_attention(
+            *(q, k, v, None, True, 0.0, True, False)
+        )
+        return Attended(out, lse, tuple(state))
+    out = qkv.new_empty(sequences, length, heads, width).transpose(1, 2)
+    high = torch.float64 if qkv.dtype == torch.float64 else torch.float32
+    lse = qkv.new_empty(sequences, heads, length, 1, dtype=high)
+    attention_forward(qkv, out, lse)
+    return Attended(out, lse, ())
 
 
 def attend_backward(

@@ -24,10 +24,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tinyllm.kernels.attention_forward import LOG2_E, tile
 from tinyllm.kernels.operation import Operation
 from tinyllm.kernels.rope import turn
 
-LOG2_E = tl.constexpr(math.log2(math.e))
 BLOCK_Q = BLOCK_K = 64
 """Queries and keys of a tile: few enough for three programs to share a multiprocessor, of which one
 is at its exponentials while another has the tensor cores."""
@@ -82,18 +82,12 @@ def _turned_back(x, cos_ptr, sin_ptr, token, length, ROWS: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def _tile(desc, sequence, first, column, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of one head ``[ROWS, WIDTH]``, zeros past the sequence's end."""
-    return desc.load([sequence, first, column]).reshape(ROWS, WIDTH)
-
-
-@triton.jit
 def _queries_step(
     dq, q, dy, log, delta, keys_desc, sequence, column, value_column, start, queries, factor,
     WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    k = _tile(keys_desc, sequence, start, column, BLOCK_K, WIDTH)
-    v = _tile(keys_desc, sequence, start, value_column, BLOCK_K, WIDTH)
+    k = tile(keys_desc, sequence, start, column, BLOCK_K, WIDTH)
+    v = tile(keys_desc, sequence, start, value_column, BLOCK_K, WIDTH)
     s = tl.dot(q, tl.trans(k))
     if MASKED:
         keys = start + tl.arange(0, BLOCK_K)
@@ -113,16 +107,16 @@ def _queries_kernel(
 ):  # fmt: skip
     """A program: the gradient of BLOCK_Q queries of a head; keys pass by, the nearest ones last."""
     tiles = tl.cdiv(length, BLOCK_Q)
-    place, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    place, number = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     sequence, head = place // HEADS, place % HEADS
-    first = (tiles - 1 - tile) * BLOCK_Q  # those with most to do begin
+    first = (tiles - 1 - number) * BLOCK_Q  # those with most to do begin
     column, value_column = (HEADS + head) * WIDTH, (2 * HEADS + head) * WIDTH
     queries = first + tl.arange(0, BLOCK_Q)
     inside = queries < length
 
-    q = _tile(queries_desc, sequence, first, head * WIDTH, BLOCK_Q, WIDTH)
-    dy = _tile(dy_desc, sequence, first, head * WIDTH, BLOCK_Q, WIDTH)
-    y = _tile(y_desc, sequence, first, head * WIDTH, BLOCK_Q, WIDTH)
+    q = tile(queries_desc, sequence, first, head * WIDTH, BLOCK_Q, WIDTH)
+    dy = tile(dy_desc, sequence, first, head * WIDTH, BLOCK_Q, WIDTH)
+    y = tile(y_desc, sequence, first, head * WIDTH, BLOCK_Q, WIDTH)
     delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), axis=1)
     log = tl.load(log_ptr + place.to(tl.int64) * length + queries, mask=inside, other=0.0) * LOG2_E
     row = place.to(tl.int64) * room + queries  # with zeros past the sequence's end
@@ -153,8 +147,8 @@ def _keys_step(
     dk, dv, k, v, queries_desc, dy_desc, log_desc, delta_desc, sequence, place, column, start, keys,
     factor, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    q = _tile(queries_desc, sequence, start, column, BLOCK_Q, WIDTH)
-    dy = _tile(dy_desc, sequence, start, column, BLOCK_Q, WIDTH)
+    q = tile(queries_desc, sequence, start, column, BLOCK_Q, WIDTH)
+    dy = tile(dy_desc, sequence, start, column, BLOCK_Q, WIDTH)
     s = tl.dot(k, tl.trans(q))
     log = log_desc.load([place, start]).reshape(BLOCK_Q)
     delta = delta_desc.load([place, start]).reshape(BLOCK_Q)
@@ -185,8 +179,8 @@ def _keys_kernel(
     column = head * WIDTH
     keys = first + tl.arange(0, BLOCK_K)
 
-    k = _tile(keys_desc, sequence, first, HEADS * WIDTH + column, BLOCK_K, WIDTH)
-    v = _tile(keys_desc, sequence, first, 2 * HEADS * WIDTH + column, BLOCK_K, WIDTH)
+    k = tile(keys_desc, sequence, first, HEADS * WIDTH + column, BLOCK_K, WIDTH)
+    v = tile(keys_desc, sequence, first, 2 * HEADS * WIDTH + column, BLOCK_K, WIDTH)
     dk = tl.zeros((BLOCK_K, WIDTH), tl.float32)
     dv = tl.zeros((BLOCK_K, WIDTH), tl.float32)
     nearest = first // BLOCK_Q * BLOCK_Q
@@ -208,11 +202,6 @@ def _keys_kernel(
     dk = _turned_back(dk * scale, cos_ptr, sin_ptr, keys, length, BLOCK_K, WIDTH)
     tl.store(pointer, dk.to(dqkv_ptr.dtype.element_ty), mask=inside)
     tl.store(pointer + HEADS * WIDTH, dv.to(dqkv_ptr.dtype.element_ty), mask=inside)
-
-
-def fits(width: int) -> bool:
-    """Whether the kernels have heads of this size."""
-    return width in (16, 32, 64, 128)
 
 
 def _launch(

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinyllm.kernels import attention_backward as kernels
-from tinyllm.kernels.attention import attend, attend_backward, heads_of
+from tinyllm.kernels import attention_backward as backward
+from tinyllm.kernels import attention_forward as forward
+from tinyllm.kernels.attention import attend, attend_backward, fits, heads_of
 from tinyllm.kernels.attention_backward import attention_backward
+from tinyllm.kernels.attention_forward import attention_forward
 
 from .checks import INTERPRETED_LOW, assert_accurate, interpreted, normal, poisoned
 
@@ -83,19 +85,51 @@ def backward_arguments(*shape: int, low: torch.dtype = torch.float32) -> list[An
     return [dout, qkv, out, attended.lse, angle.cos(), angle.sin(), dqkv]
 
 
+def blocks(monkeypatch: pytest.MonkeyPatch, queries: int, keys: int) -> None:
+    """Small ones, which the interpreter gets through."""
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "BLOCK_Q", queries)
+        monkeypatch.setattr(module, "BLOCK_K", keys)
+
+
+BLOCKED = [
+    ((1, 2, 7, 1, 16), 16, 16),  # less than a block
+    ((2, 1, 40, 2, 16), 16, 16),  # a remainder
+    ((1, 1, 64, 1, 32), 16, 32),  # two blocks of queries see a part of a block of keys
+    ((1, 1, 80, 1, 16), 32, 16),
+    ((1, 1, 130, 1, 64), 64, 64),
+    ((1, 1, 33, 1, 128), 16, 16),
+]
+"""Shapes, and how many queries and keys a block has."""
+
+
 @interpreted
 @pytest.mark.parametrize("low", [torch.float32, INTERPRETED_LOW])
-@pytest.mark.parametrize(
-    ("shape", "queries", "keys"),
-    [
-        ((1, 2, 7, 1, 16), 16, 16),  # less than a block
-        ((2, 1, 40, 2, 16), 16, 16),  # a remainder
-        ((1, 1, 64, 1, 32), 16, 32),  # two blocks of queries see a part of a block of keys
-        ((1, 1, 80, 1, 16), 32, 16),
-        ((1, 1, 130, 1, 64), 64, 64),
-        ((1, 1, 33, 1, 128), 16, 16),
-    ],
-)
+@pytest.mark.parametrize(("shape", "queries", "keys"), BLOCKED)
+def test_forward_kernel(
+    shape: tuple[int, ...],
+    queries: int,
+    keys: int,
+    low: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    blocks(monkeypatch, queries, keys)
+    workers, batch, length, heads, size = shape
+    qkv = normal(workers, batch * length, 3 * heads * size, dtype=low)
+    qkv[0, 0] *= 40  # a key that all others vanish beside
+    out = poisoned(workers * batch, length, heads, size, dtype=low).transpose(1, 2)
+    lse = poisoned(workers * batch, heads, length, 1)
+    assert_accurate(
+        attention_forward,
+        [qkv, out, lse],
+        lambda *args: {"out": args[1], "lse": args[2]},
+        terms=length,
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("low", [torch.float32, INTERPRETED_LOW])
+@pytest.mark.parametrize(("shape", "queries", "keys"), BLOCKED)
 def test_backward_kernels(
     shape: tuple[int, ...],
     queries: int,
@@ -103,8 +137,7 @@ def test_backward_kernels(
     low: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernels, "BLOCK_Q", queries)
-    monkeypatch.setattr(kernels, "BLOCK_K", keys)
+    blocks(monkeypatch, queries, keys)
     arguments = backward_arguments(*shape, low=low)
     assert_accurate(attention_backward, arguments, lambda *args: {"dqkv": args[-1]}, terms=shape[2])
 
@@ -115,8 +148,7 @@ def test_what_is_not_finite_stays_in_its_sequence(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tile that ends behind a sequence takes nothing from the next one."""
-    monkeypatch.setattr(kernels, "BLOCK_Q", 16)
-    monkeypatch.setattr(kernels, "BLOCK_K", 16)
+    blocks(monkeypatch, 16, 16)
     arguments = backward_arguments(2, 1, 21, 1, 16)
     {"dout": arguments[0], "qkv": arguments[1]}[name][1] = torch.nan
     attention_backward.launch(*arguments)
@@ -165,7 +197,7 @@ def test_on_gpu(shape: tuple[int, ...]) -> None:
     attend_backward(**given, attended=attended, dqkv=dqkv)
     again = torch.full_like(dqkv, torch.nan)
     attend_backward(**given, attended=attended, dqkv=again)
-    if kernels.fits(shape[4]):
+    if fits(shape[4]):
         assert torch.equal(dqkv, again)  # nothing is summed in an order that may change
     for name, mine, plain, truth in zip(
         ("out", "dq", "dk", "dv"),

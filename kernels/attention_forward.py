@@ -1,0 +1,116 @@
+"""Attention's forward pass on Hopper GPUs: a softmax of one pass over the keys.
+
+With ``s = q·kᵀ/√K`` where a token sees another, a program owns some queries of a head. Keys and
+values pass by; the largest ``s`` so far scales what is summed, and is told when it grows (Dao et
+al., "FlashAttention", 2022, algorithm 1)::
+
+    y = Σ exp(s − m)·v / Σ exp(s − m)        lse = m + log Σ exp(s − m)
+"""
+
+# kernels are typed by Triton
+# mypy: disable-error-code="no-untyped-def"
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tinyllm.kernels.operation import Operation
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+BLOCK_Q = BLOCK_K = 64
+
+
+def _attention_forward(qkv: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Attention of each token to itself and those before it.
+
+    Args:
+        qkv: ``[W, M, 3·C]`` compute dtype, queries and keys turned.
+        out: ``[N, H, T, K]`` compute dtype, in memory as ``[N, T, H, K]``, takes the result.
+        lse: ``[N, H, T, 1]`` stream dtype, takes logarithms of the sums of rows' exponentials.
+    """
+    sequences, heads, length, width = out.shape
+    q, k, v = qkv.view(sequences, length, 3, heads, width).permute(2, 0, 3, 1, 4).to(lse.dtype)
+    ahead = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.transpose(-1, -2) * width**-0.5).masked_fill(ahead, -math.inf)
+    torch.logsumexp(scores, -1, keepdim=True, out=lse)
+    p = (scores - lse).exp().to(qkv.dtype).to(lse.dtype)  # as the tensor cores take them
+    out.copy_(p @ v)
+
+
+@triton.jit
+def tile(desc, sequence, first, column, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of one head ``[ROWS, WIDTH]``, zeros past the sequence's end."""
+    return desc.load([sequence, first, column]).reshape(ROWS, WIDTH)
+
+
+@triton.jit
+def _step(
+    y, largest, total, q, keys_desc, sequence, column, value_column, start, queries, factor,
+    WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    k = tile(keys_desc, sequence, start, column, BLOCK_K, WIDTH)
+    v = tile(keys_desc, sequence, start, value_column, BLOCK_K, WIDTH)
+    s = tl.dot(q, tl.trans(k))
+    if MASKED:
+        keys = start + tl.arange(0, BLOCK_K)
+        s = tl.where(queries[:, None] >= keys[None, :], s, float("-inf"))
+    new = tl.maximum(largest, tl.max(s, axis=1) * factor)
+    p = tl.exp2(s * factor - new[:, None])
+    shrink = tl.exp2(largest - new)
+    y = tl.dot(p.to(v.dtype), v, y * shrink[:, None])
+    return y, new, total * shrink + tl.sum(p, axis=1)
+
+
+@triton.jit
+def _forward_kernel(
+    queries_desc, keys_desc, y_ptr, lse_ptr, length, factor,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program: BLOCK_Q queries of a head; keys pass by, the nearest ones last."""
+    tiles = tl.cdiv(length, BLOCK_Q)
+    place, number = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    sequence, head = place // HEADS, place % HEADS
+    first = (tiles - 1 - number) * BLOCK_Q  # those with most to do begin
+    column, value_column = (HEADS + head) * WIDTH, (2 * HEADS + head) * WIDTH
+    queries = first + tl.arange(0, BLOCK_Q)
+
+    q = tile(queries_desc, sequence, first, head * WIDTH, BLOCK_Q, WIDTH)
+    y = tl.zeros((BLOCK_Q, WIDTH), tl.float32)
+    largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_Q,), tl.float32)
+    nearest = first // BLOCK_K * BLOCK_K
+    for start in tl.range(0, nearest, BLOCK_K, num_stages=STAGES):
+        y, largest, total = _step(
+            y, largest, total, q, keys_desc, sequence, column, value_column, start, queries,
+            factor, WIDTH, BLOCK_K, False,
+        )  # fmt: skip
+    for start in tl.range(nearest, min(first + BLOCK_Q, length), BLOCK_K, num_stages=1):
+        y, largest, total = _step(
+            y, largest, total, q, keys_desc, sequence, column, value_column, start, queries,
+            factor, WIDTH, BLOCK_K, True,
+        )  # fmt: skip
+    inside = queries < length
+    lse = (largest + tl.log2(total)) / LOG2_E
+    tl.store(lse_ptr + place.to(tl.int64) * length + queries, lse, mask=inside)
+    row = sequence.to(tl.int64) * length + queries
+    pointer = y_ptr + row[:, None] * (HEADS * WIDTH) + head * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(pointer, (y / total[:, None]).to(y_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+def _launch(qkv: Tensor, out: Tensor, lse: Tensor) -> None:
+    sequences, heads, length, width = out.shape
+    packed = qkv.view(sequences, length, -1)
+    _forward_kernel[(triton.cdiv(length, BLOCK_Q) * sequences * heads,)](
+        TensorDescriptor.from_tensor(packed, [1, BLOCK_Q, width]),
+        TensorDescriptor.from_tensor(packed, [1, BLOCK_K, width]),
+        *(out.transpose(1, 2), lse, length, width**-0.5 * LOG2_E.value, heads, width),
+        **{"BLOCK_Q": BLOCK_Q, "BLOCK_K": BLOCK_K, "STAGES": 3 if width <= 64 else 2},
+    )
+
+
+attention_forward = Operation(_attention_forward, _launch)
