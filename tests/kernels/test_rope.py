@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinyllm.kernels.rope import rotate, rotate_back, rotated_linear
+from tinyllm.kernels.rope import rotate, rotated_linear
 
 from .checks import INTERPRETED_LOW, assert_accurate, interpreted, normal, poisoned
 
@@ -41,18 +41,6 @@ def linear_arguments(
     return [x, weight, cos, sin, heads, length, qkv]
 
 
-def back_arguments(*shape: int, low: torch.dtype = torch.float32, device: str = "cpu") -> list[Any]:
-    """Gradients in three layouts: token-major, head-major, and one of a packed tensor."""
-    workers, batch, length, heads, width = shape
-    sequences = workers * batch
-    dq = normal(sequences, length, heads, width, dtype=low, device=device).transpose(1, 2)
-    dk = normal(sequences, heads, length, width, dtype=low, device=device)
-    dv = normal(sequences, length, 3, heads, width, dtype=low, device=device)
-    cos, sin = tables(length, width, device)
-    dqkv = poisoned(workers, batch * length, 3 * heads * width, dtype=low, device=device)
-    return [dq, dk, dv[:, :, 1].transpose(1, 2), cos, sin, dqkv]
-
-
 def first(*arguments: Any) -> dict[str, Tensor]:
     return {"qkv": arguments[0]}
 
@@ -84,30 +72,11 @@ def test_queries_and_keys_turn_and_values_stay(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(heads_of(qkv, heads, length), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_way_back_is_autograds(shape: tuple[int, ...]) -> None:
-    _, _, length, heads, _ = shape
-    dq, dk, dv, cos, sin, dqkv = (tensor.double() for tensor in back_arguments(*shape))
-    qkv = torch.randn(dqkv.shape, dtype=torch.float64, requires_grad=True)
-    q, k, v = heads_of(qkv, heads, length)
-    outputs = (plain_rotation(q, cos, sin), plain_rotation(k, cos, sin), v)
-    (expected,) = torch.autograd.grad(outputs, qkv, (dq, dk, dv))
-    rotate_back(dq, dk, dv, cos, sin, dqkv)
-    torch.testing.assert_close(dqkv, expected, rtol=0, atol=1e-12)
-
-
 @interpreted
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("low", LOWS)
 def test_rotate_kernel(shape: tuple[int, ...], low: torch.dtype) -> None:
     assert_accurate(rotate, rotate_arguments(*shape, low=low), first)
-
-
-@interpreted
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("low", LOWS)
-def test_rotate_back_kernel(shape: tuple[int, ...], low: torch.dtype) -> None:
-    assert_accurate(rotate_back, back_arguments(*shape, low=low), last)
 
 
 @interpreted
@@ -127,13 +96,6 @@ def test_rotate_on_gpu(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", GPU_SHAPES)
-def test_rotate_back_on_gpu(shape: tuple[int, ...]) -> None:
-    arguments = back_arguments(*shape, low=torch.bfloat16, device="cuda")
-    assert_accurate(rotate_back, arguments, last)
-
-
-@pytest.mark.gpu
 def test_tokens_past_two_to_the_31_elements_on_gpu() -> None:
     length, sequences = 1_024, 10_923  # 192 elements per token
     qkv = torch.empty(1, sequences * length, 192, dtype=torch.bfloat16, device="cuda")
@@ -146,15 +108,6 @@ def test_tokens_past_two_to_the_31_elements_on_gpu() -> None:
     expected = torch.stack((plain_rotation(q, cos, sin), plain_rotation(k, cos, sin), v))
     torch.testing.assert_close(
         heads_of(tail.double(), 1, length), expected, rtol=2.0**-8, atol=1e-6
-    )
-    # the values left in place make do as gradients of all three
-    dv = qkv.view(sequences, length, 3, 1, 64)[:, :, 2].transpose(1, 2)
-    dqkv = torch.empty_like(qkv)
-    rotate_back(dv, dv, dv, cos.float(), sin.float(), dqkv)
-    back = plain_rotation(dv[-1:].double(), cos, -sin)
-    expected = torch.stack((back, back, dv[-1:].double()))
-    torch.testing.assert_close(
-        heads_of(dqkv[:, -length:].double(), 1, length), expected, rtol=2.0**-8, atol=1e-6
     )
 
 
