@@ -80,6 +80,31 @@ def test_gradients_are_as_good_as_natives(workers: int, micro: int | None) -> No
     assert losses["gh200"] <= 1.1 * losses["native"] + 1e-5 * oracle.engine.nll.norm()
 
 
+def test_gradients_have_no_bias_that_native_has_not() -> None:
+    """Summed over many batches, errors that are chance nearly vanish beside the sum.
+
+    The weights are trained, so that tokens' probabilities and gradients are not all alike.
+    """
+    runs = {name: engine_run(name, 1) for name in ("gh200", "native")}  # type: ignore[arg-type]
+    oracle = engine_run("native", 1, high=torch.float64)
+    mine = runs["gh200"]
+    for rows in token_rows(1, 8, 100):
+        mine.update([rows], 0.003, 1.0)
+    for run in (runs["native"], oracle):
+        run.arena.weights.copy_(mine.arena.weights)
+    for rows in token_rows(1, 8, 132)[100:]:
+        for run in (oracle, *runs.values()):
+            run.engine.accumulate(rows)
+    truth = oracle.arena.gradients
+    errors = {name: run.arena.gradients.double() - truth for name, run in runs.items()}
+    mine_error, native_error = ((e.norm() / truth.norm()).item() for e in errors.values())
+    assert mine_error <= 1.1 * native_error + 1e-6
+    mine_along, native_along = (
+        abs((e * truth).sum() / truth.square().sum()).item() for e in errors.values()
+    )
+    assert mine_along <= native_along + 0.1 * native_error
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_replay_is_the_first_call(workers: int) -> None:
     """The backward passes of attention and embedding add in no certain order."""
