@@ -1,5 +1,10 @@
 """Attention and its gradients, against PyTorch's and autograd's."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +164,21 @@ def test_what_is_not_finite_stays_in_its_sequence(
     attention_backward.launch(*arguments)
     assert arguments[-1][0].isfinite().all()
     assert not arguments[-1][1].isfinite().any()
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("name", ["forward", "queries", "keys"])
+def test_compiles_for_hopper(name: str, width: int) -> None:
+    """As it is on a GPU: with tensor cores at work while others wait, and nothing spilled."""
+    script = Path(__file__).with_name("compile_attention.py")
+    command = [sys.executable, str(script), f"{name},{width}"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    (kernel,) = json.loads(run.stdout).values()
+    assert kernel["products_are_asynchronous"]
+    assert kernel["spills"] == 0
+    assert kernel["shared_bytes"] <= 227 * 1024 // (3 if width == 64 else 2)
 
 
 def test_leaves_its_inputs_alone() -> None:
