@@ -1,4 +1,4 @@
-"""Attention's backward pass on Hopper GPUs, from rotated queries and keys to their packed gradient.
+"""Attention's backward pass, from rotated queries and keys to their packed gradient.
 
 With ``s = q·kᵀ/√K``, ``p = exp(s − lse)`` where a token sees another, ``δ = Σ dy·y`` of a row and
 ``ds = p∘(dy·vᵀ − δ)``::
@@ -24,13 +24,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tinyllm.kernels.attention_forward import LOG2_E, tile
+from tinyllm.kernels import attention_backward_hopper, attention_hopper
+from tinyllm.kernels.attention_forward import BLOCK_K, BLOCK_Q, LOG2_E, blocks, places, tile
 from tinyllm.kernels.operation import Operation
 from tinyllm.kernels.rope import turn
-
-BLOCK_Q = BLOCK_K = 64
-"""Queries and keys of a tile: few enough for three programs to share a multiprocessor, of which one
-is at its exponentials while another has the tensor cores."""
 
 
 def _attention_backward(
@@ -82,25 +79,8 @@ def _turned_back(x, cos_ptr, sin_ptr, token, length, ROWS: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def _queries_step(
-    dq, q, dy, log, delta, keys_desc, sequence, column, value_column, start, queries, factor,
-    WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    k = tile(keys_desc, sequence, start, column, BLOCK_K, WIDTH)
-    v = tile(keys_desc, sequence, start, value_column, BLOCK_K, WIDTH)
-    s = tl.dot(q, tl.trans(k))
-    if MASKED:
-        keys = start + tl.arange(0, BLOCK_K)
-        s = tl.where(queries[:, None] >= keys[None, :], s, float("-inf"))
-    p = tl.exp2(s * factor - log[:, None])
-    dp = tl.dot(dy, tl.trans(v))
-    ds = p * (dp - delta[:, None])
-    return tl.dot(ds.to(k.dtype), k, dq)
-
-
-@triton.jit
 def _queries_kernel(
-    queries_desc, keys_desc, dy_desc, y_desc, log_ptr, log2_ptr, delta_ptr, cos_ptr, sin_ptr,
+    qkv_ptr, keys_desc, dy_ptr, y_ptr, log_ptr, rows_ptr, cos_ptr, sin_ptr,
     dqkv_ptr, room, length, factor, scale,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -114,57 +94,33 @@ def _queries_kernel(
     queries = first + tl.arange(0, BLOCK_Q)
     inside = queries < length
 
-    q = tile(queries_desc, sequence, first, head * WIDTH, BLOCK_Q, WIDTH)
-    dy = tile(dy_desc, sequence, first, head * WIDTH, BLOCK_Q, WIDTH)
-    y = tile(y_desc, sequence, first, head * WIDTH, BLOCK_Q, WIDTH)
-    delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), axis=1)
+    mine = places(sequence, queries, length, HEADS * WIDTH, head * WIDTH, WIDTH)
+    packed = places(sequence, queries, length, 3 * HEADS * WIDTH, head * WIDTH, WIDTH)
+    q = tl.load(qkv_ptr + packed, mask=inside[:, None], other=0.0)
+    dy = tl.load(dy_ptr + mine, mask=inside[:, None], other=0.0)
+    y = tl.load(y_ptr + mine, mask=inside[:, None], other=0.0)
     log = tl.load(log_ptr + place.to(tl.int64) * length + queries, mask=inside, other=0.0) * LOG2_E
-    row = place.to(tl.int64) * room + queries  # with zeros past the sequence's end
-    tl.store(log2_ptr + row, log, mask=queries < room)
-    tl.store(delta_ptr + row, delta, mask=queries < room)
+    delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), axis=1)
+    row = rows_ptr + place.to(tl.int64) * 2 * room + queries  # zeros past the sequence's end
+    tl.store(row, log, mask=queries < room)
+    tl.store(row + room, delta, mask=queries < room)
 
     dq = tl.zeros((BLOCK_Q, WIDTH), tl.float32)
-    nearest = first // BLOCK_K * BLOCK_K
-    for start in tl.range(0, nearest, BLOCK_K, num_stages=STAGES):
-        dq = _queries_step(
-            dq, q, dy, log, delta, keys_desc, sequence, column, value_column, start, queries,
-            factor, WIDTH, BLOCK_K, False,
-        )  # fmt: skip
-    for start in tl.range(nearest, min(first + BLOCK_Q, length), BLOCK_K, num_stages=1):
-        dq = _queries_step(
-            dq, q, dy, log, delta, keys_desc, sequence, column, value_column, start, queries,
-            factor, WIDTH, BLOCK_K, True,
-        )  # fmt: skip
+    for start in tl.range(0, min(first + BLOCK_Q, length), BLOCK_K, num_stages=STAGES):
+        k = tile(keys_desc, sequence, start, column, BLOCK_K, WIDTH)
+        v = tile(keys_desc, sequence, start, value_column, BLOCK_K, WIDTH)
+        keys = start + tl.arange(0, BLOCK_K)
+        s = tl.where(queries[:, None] >= keys[None, :], tl.dot(q, tl.trans(k)), float("-inf"))
+        p = tl.exp2(s * factor - log[:, None])
+        ds = p * (tl.dot(dy, tl.trans(v)) - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq)
     dq = _turned_back(dq * scale, cos_ptr, sin_ptr, queries, length, BLOCK_Q, WIDTH)
-    row = sequence.to(tl.int64) * length + queries
-    pointer = dqkv_ptr + row[:, None] * (3 * HEADS * WIDTH) + head * WIDTH
-    pointer += tl.arange(0, WIDTH)[None, :]
-    tl.store(pointer, dq.to(dqkv_ptr.dtype.element_ty), mask=inside[:, None])
-
-
-@triton.jit
-def _keys_step(
-    dk, dv, k, v, queries_desc, dy_desc, log_desc, delta_desc, sequence, place, column, start, keys,
-    factor, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    q = tile(queries_desc, sequence, start, column, BLOCK_Q, WIDTH)
-    dy = tile(dy_desc, sequence, start, column, BLOCK_Q, WIDTH)
-    s = tl.dot(k, tl.trans(q))
-    log = log_desc.load([place, start]).reshape(BLOCK_Q)
-    delta = delta_desc.load([place, start]).reshape(BLOCK_Q)
-    if MASKED:
-        queries = start + tl.arange(0, BLOCK_Q)
-        s = tl.where(queries[None, :] >= keys[:, None], s, float("-inf"))
-    p = tl.exp2(s * factor - log[None, :])
-    dv = tl.dot(p.to(dy.dtype), dy, dv)
-    dp = tl.dot(v, tl.trans(dy))
-    ds = p * (dp - delta[None, :])
-    return tl.dot(ds.to(q.dtype), q, dk), dv
+    tl.store(dqkv_ptr + packed, dq.to(dqkv_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
 def _keys_kernel(
-    queries_desc, keys_desc, dy_desc, log_desc, delta_desc, cos_ptr, sin_ptr, dqkv_ptr,
+    qkv_ptr, queries_desc, dy_desc, rows_desc, cos_ptr, sin_ptr, dqkv_ptr,
     length, factor, scale,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -178,59 +134,55 @@ def _keys_kernel(
     sequence, head = place // HEADS, place % HEADS
     column = head * WIDTH
     keys = first + tl.arange(0, BLOCK_K)
+    inside = (keys < length)[:, None]
 
-    k = tile(keys_desc, sequence, first, HEADS * WIDTH + column, BLOCK_K, WIDTH)
-    v = tile(keys_desc, sequence, first, 2 * HEADS * WIDTH + column, BLOCK_K, WIDTH)
+    packed = places(sequence, keys, length, 3 * HEADS * WIDTH, HEADS * WIDTH + column, WIDTH)
+    k = tl.load(qkv_ptr + packed, mask=inside, other=0.0)
+    v = tl.load(qkv_ptr + packed + HEADS * WIDTH, mask=inside, other=0.0)
     dk = tl.zeros((BLOCK_K, WIDTH), tl.float32)
     dv = tl.zeros((BLOCK_K, WIDTH), tl.float32)
-    nearest = first // BLOCK_Q * BLOCK_Q
-    far = tl.cdiv(first + BLOCK_K, BLOCK_Q) * BLOCK_Q
-    for start in tl.range(far, length, BLOCK_Q, num_stages=STAGES):
-        dk, dv = _keys_step(
-            dk, dv, k, v, queries_desc, dy_desc, log_desc, delta_desc, sequence, place, column,
-            start, keys, factor, WIDTH, BLOCK_Q, False,
-        )  # fmt: skip
-    for start in tl.range(nearest, min(far, length), BLOCK_Q, num_stages=1):
-        dk, dv = _keys_step(
-            dk, dv, k, v, queries_desc, dy_desc, log_desc, delta_desc, sequence, place, column,
-            start, keys, factor, WIDTH, BLOCK_Q, True,
-        )  # fmt: skip
-    inside = (keys < length)[:, None]
-    row = sequence.to(tl.int64) * length + keys
-    pointer = dqkv_ptr + row[:, None] * (3 * HEADS * WIDTH) + HEADS * WIDTH + column
-    pointer += tl.arange(0, WIDTH)[None, :]
+    for start in tl.range(first // BLOCK_Q * BLOCK_Q, length, BLOCK_Q, num_stages=STAGES):
+        q = tile(queries_desc, sequence, start, column, BLOCK_Q, WIDTH)
+        dy = tile(dy_desc, sequence, start, column, BLOCK_Q, WIDTH)
+        queries = start + tl.arange(0, BLOCK_Q)
+        s = tl.where(queries[None, :] >= keys[:, None], tl.dot(k, tl.trans(q)), float("-inf"))
+        log = rows_desc.load([2 * place, start]).reshape(BLOCK_Q)
+        p = tl.exp2(s * factor - log[None, :])
+        dv = tl.dot(p.to(dy.dtype), dy, dv)
+        delta = rows_desc.load([2 * place + 1, start]).reshape(BLOCK_Q)
+        ds = p * (tl.dot(v, tl.trans(dy)) - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk)
     dk = _turned_back(dk * scale, cos_ptr, sin_ptr, keys, length, BLOCK_K, WIDTH)
-    tl.store(pointer, dk.to(dqkv_ptr.dtype.element_ty), mask=inside)
-    tl.store(pointer + HEADS * WIDTH, dv.to(dqkv_ptr.dtype.element_ty), mask=inside)
+    tl.store(dqkv_ptr + packed, dk.to(dqkv_ptr.dtype.element_ty), mask=inside)
+    packed += HEADS * WIDTH
+    tl.store(dqkv_ptr + packed, dv.to(dqkv_ptr.dtype.element_ty), mask=inside)
 
 
 def _launch(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor, dqkv: Tensor
 ) -> None:
     sequences, heads, length, width = out.shape
+    if attention_hopper.fits(qkv, width, length):
+        attention_backward_hopper.backward(dout, qkv, out, lse, cos, sin, dqkv)
+        return
     scale = width**-0.5
-    qkv, dy, y = (tensor.view(sequences, length, -1) for tensor in (qkv, dout, out.transpose(1, 2)))
+    packed, dy = (tensor.view(sequences, length, -1) for tensor in (qkv, dout))
     room = triton.cdiv(length, 4) * 4  # the copy engine counts rows in 16 bytes
-    log2, delta = lse.new_empty(2, sequences * heads, room)
+    rows = lse.new_empty(2 * sequences * heads, room)
     of_heads = (length, scale * LOG2_E.value, scale, heads, width)
-    blocks = {"BLOCK_Q": BLOCK_Q, "BLOCK_K": BLOCK_K, "STAGES": 3 if width <= 64 else 2}
-    registers = {"maxnreg": 168} if width <= 64 else {}  # a third of all, of which it needs 171
 
     def tiles(tensor: Tensor, block: int) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(tensor, [1, block, width])
 
-    def parts(tensor: Tensor, block: int) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(tensor, [1, block])
-
     _queries_kernel[(triton.cdiv(length, BLOCK_Q) * sequences * heads,)](
-        *(tiles(qkv, BLOCK_Q), tiles(qkv, BLOCK_K), tiles(dy, BLOCK_Q), tiles(y, BLOCK_Q)),
-        *(lse, log2, delta, cos, sin, dqkv, room, *of_heads),
-        **blocks,
+        *(qkv, tiles(packed, BLOCK_K), dout, out.transpose(1, 2)),
+        *(lse, rows, cos, sin, dqkv, room, *of_heads),
+        **blocks(width),
     )
     _keys_kernel[(triton.cdiv(length, BLOCK_K) * sequences * heads,)](
-        *(tiles(qkv, BLOCK_Q), tiles(qkv, BLOCK_K), tiles(dy, BLOCK_Q)),
-        *(parts(log2, BLOCK_Q), parts(delta, BLOCK_Q), cos, sin, dqkv, *of_heads),
-        **(blocks | registers),
+        *(qkv, tiles(packed, BLOCK_Q), tiles(dy, BLOCK_Q)),
+        *(TensorDescriptor.from_tensor(rows, [1, BLOCK_Q]), cos, sin, dqkv, *of_heads),
+        **blocks(width),
     )
 
 

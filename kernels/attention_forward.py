@@ -1,4 +1,4 @@
-"""Attention's forward pass on Hopper GPUs: a softmax of one pass over the keys.
+"""Attention's forward pass: a softmax of one pass over the keys.
 
 With ``s = q·kᵀ/√K`` where a token sees another, a program owns some queries of a head. Keys and
 values pass by; the largest ``s`` so far scales what is summed, and is told when it grows (Dao et
@@ -18,10 +18,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tinyllm.kernels import attention_forward_hopper, attention_hopper
 from tinyllm.kernels.operation import Operation
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 BLOCK_Q = BLOCK_K = 64
+
+
+def blocks(width: int) -> dict[str, int]:
+    """How kernels for heads of a width are launched, so that all fits into registers."""
+    stages, warps = (3, 4) if width <= 64 else (2, 8)
+    return {"BLOCK_Q": BLOCK_Q, "BLOCK_K": BLOCK_K, "STAGES": stages, "num_warps": warps}
 
 
 def _attention_forward(qkv: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -43,31 +50,20 @@ def _attention_forward(qkv: Tensor, out: Tensor, lse: Tensor) -> None:
 
 @triton.jit
 def tile(desc, sequence, first, column, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of one head ``[ROWS, WIDTH]``, zeros past the sequence's end."""
+    """Rows of one head ``[ROWS, WIDTH]``, zeros past the sequence's end, by the copy engine."""
     return desc.load([sequence, first, column]).reshape(ROWS, WIDTH)
 
 
 @triton.jit
-def _step(
-    y, largest, total, q, keys_desc, sequence, column, value_column, start, queries, factor,
-    WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    k = tile(keys_desc, sequence, start, column, BLOCK_K, WIDTH)
-    v = tile(keys_desc, sequence, start, value_column, BLOCK_K, WIDTH)
-    s = tl.dot(q, tl.trans(k))
-    if MASKED:
-        keys = start + tl.arange(0, BLOCK_K)
-        s = tl.where(queries[:, None] >= keys[None, :], s, float("-inf"))
-    new = tl.maximum(largest, tl.max(s, axis=1) * factor)
-    p = tl.exp2(s * factor - new[:, None])
-    shrink = tl.exp2(largest - new)
-    y = tl.dot(p.to(v.dtype), v, y * shrink[:, None])
-    return y, new, total * shrink + tl.sum(p, axis=1)
+def places(sequence, tokens, length, stride, column, WIDTH: tl.constexpr):
+    """Where rows of one head ``[·, WIDTH]`` lie in a tensor with ``stride`` elements a token."""
+    row = sequence.to(tl.int64) * length + tokens
+    return row[:, None] * stride + column + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
 def _forward_kernel(
-    queries_desc, keys_desc, y_ptr, lse_ptr, length, factor,
+    qkv_ptr, keys_desc, y_ptr, lse_ptr, length, factor,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -78,38 +74,41 @@ def _forward_kernel(
     first = (tiles - 1 - number) * BLOCK_Q  # those with most to do begin
     column, value_column = (HEADS + head) * WIDTH, (2 * HEADS + head) * WIDTH
     queries = first + tl.arange(0, BLOCK_Q)
+    inside = queries < length
 
-    q = tile(queries_desc, sequence, first, head * WIDTH, BLOCK_Q, WIDTH)
+    mine = places(sequence, queries, length, 3 * HEADS * WIDTH, head * WIDTH, WIDTH)
+    q = tl.load(qkv_ptr + mine, mask=inside[:, None], other=0.0)
     y = tl.zeros((BLOCK_Q, WIDTH), tl.float32)
     largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
-    nearest = first // BLOCK_K * BLOCK_K
-    for start in tl.range(0, nearest, BLOCK_K, num_stages=STAGES):
-        y, largest, total = _step(
-            y, largest, total, q, keys_desc, sequence, column, value_column, start, queries,
-            factor, WIDTH, BLOCK_K, False,
-        )  # fmt: skip
-    for start in tl.range(nearest, min(first + BLOCK_Q, length), BLOCK_K, num_stages=1):
-        y, largest, total = _step(
-            y, largest, total, q, keys_desc, sequence, column, value_column, start, queries,
-            factor, WIDTH, BLOCK_K, True,
-        )  # fmt: skip
-    inside = queries < length
+    for start in tl.range(0, min(first + BLOCK_Q, length), BLOCK_K, num_stages=STAGES):
+        k = tile(keys_desc, sequence, start, column, BLOCK_K, WIDTH)
+        v = tile(keys_desc, sequence, start, value_column, BLOCK_K, WIDTH)
+        keys = start + tl.arange(0, BLOCK_K)
+        s = tl.where(queries[:, None] >= keys[None, :], tl.dot(q, tl.trans(k)), float("-inf"))
+        new = tl.maximum(largest, tl.max(s, axis=1) * factor)
+        p = tl.exp2(s * factor - new[:, None])
+        shrink = tl.exp2(largest - new)
+        y = tl.dot(p.to(v.dtype), v, y * shrink[:, None])
+        total = total * shrink + tl.sum(p, axis=1)
+        largest = new
     lse = (largest + tl.log2(total)) / LOG2_E
     tl.store(lse_ptr + place.to(tl.int64) * length + queries, lse, mask=inside)
-    row = sequence.to(tl.int64) * length + queries
-    pointer = y_ptr + row[:, None] * (HEADS * WIDTH) + head * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(pointer, (y / total[:, None]).to(y_ptr.dtype.element_ty), mask=inside[:, None])
+    mine = places(sequence, queries, length, HEADS * WIDTH, head * WIDTH, WIDTH)
+    y = (y / total[:, None]).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + mine, y, mask=inside[:, None])
 
 
 def _launch(qkv: Tensor, out: Tensor, lse: Tensor) -> None:
     sequences, heads, length, width = out.shape
+    if attention_hopper.fits(qkv, width, length):
+        attention_forward_hopper.forward(qkv, out, lse)
+        return
     packed = qkv.view(sequences, length, -1)
     _forward_kernel[(triton.cdiv(length, BLOCK_Q) * sequences * heads,)](
-        TensorDescriptor.from_tensor(packed, [1, BLOCK_Q, width]),
-        TensorDescriptor.from_tensor(packed, [1, BLOCK_K, width]),
+        *(qkv, TensorDescriptor.from_tensor(packed, [1, BLOCK_K, width])),
         *(out.transpose(1, 2), lse, length, width**-0.5 * LOG2_E.value, heads, width),
-        **{"BLOCK_Q": BLOCK_Q, "BLOCK_K": BLOCK_K, "STAGES": 3 if width <= 64 else 2},
+        **blocks(width),
     )
 
 

@@ -65,15 +65,19 @@ def compiled(name: str, width: int, rows: int, vocab: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-def spills(cubin: bytes) -> int:
-    """Loads from and stores to local memory."""
+def machine_code(cubin: bytes) -> str:
+    """What a multiprocessor is given, in words."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [str(tools / "cuobjdump"), "-sass", file.name]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return len(re.findall(r"\b(?:LDL|STL)\b", sass))
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def spills(code: str) -> int:
+    """Loads from and stores to local memory."""
+    return len(re.findall(r"\b(?:LDL|STL)\b", code))
 
 
 def main() -> None:
@@ -85,7 +89,7 @@ def main() -> None:
             "products_are_asynchronous": "wgmma.mma_async" in kernel.asm["ptx"],
             "full_waits": len(re.findall(r"bulk\.wait_group\.read\s+0;", kernel.asm["ptx"])),
             "shared_bytes": kernel.metadata.shared,
-            "spills": spills(kernel.asm["cubin"]),
+            "spills": spills(machine_code(kernel.asm["cubin"])),
         }
     print(json.dumps(result))
 
