@@ -219,8 +219,5 @@ def seen(s, QUERIES: gl.constexpr):
     """
     first = gl.arange(0, TILE, ROW)[:, None]
     second = gl.arange(0, TILE, COLUMN)[None, :]
-    if QUERIES == 0:
-        visible = first >= second
-    else:
-        visible = second >= first
+    visible = first >= second if QUERIES == 0 else second >= first
     return gl.where(visible, s, float("-inf"))
