@@ -79,8 +79,12 @@ class DeviceRows:
             length = min(_CHUNK_TOKENS, len(stream) - start)
             chunk = np.array(stream.read(start, length)).view(signed)
             self._tokens[start : start + length] = torch.from_numpy(chunk).to(device)
-        self._bit_mask = 0xFFFFFFFF if wide else 0xFFFF
+        # A tensor, with which int16 & int64 is one operation that gives int64.
+        self._bit_mask = torch.tensor([0xFFFFFFFF if wide else 0xFFFF], device=device)
         self._context = context
+        # At small batches each operation takes a hundredth of an update.
+        has_full_rows = len(stream) > context
+        self._full_rows = self._tokens.unfold(0, context + 1, context) if has_full_rows else None
         self._offsets = torch.arange(context + 1, device=device)
 
     def __call__(self, rows: Tensor, full: bool) -> Tensor:
@@ -91,10 +95,10 @@ class DeviceRows:
             full: Whether every one is a full row, so that there is nothing to ignore. The host
                 knows this without asking the device.
         """
+        if full and self._full_rows is not None:
+            return self._full_rows.index_select(0, rows) & self._bit_mask
         positions = rows[:, None] * self._context + self._offsets
-        if full:
-            return self._tokens[positions].long() & self._bit_mask
         last = len(self._tokens) - 1
         is_token = (rows[:, None] != PADDING_ROW) & (positions <= last)
-        tokens = self._tokens[positions.clamp(0, last)].long() & self._bit_mask
+        tokens = self._tokens[positions.clamp(0, last)] & self._bit_mask
         return torch.where(is_token, tokens, IGNORED)
