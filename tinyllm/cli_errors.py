@@ -7,7 +7,9 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable
+from contextvars import ContextVar
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
@@ -33,10 +35,18 @@ _BAD_CHOICE = re.compile(
 _BAD_TYPE = re.compile(r"Expected a <class '(?P<type>\w+)'>. Got value: (?P<value>.*)")
 _PLACE = re.compile(r"Parser key \"(?P<place>[\w.]+)\"")
 _OF_CLASS = re.compile(r"Problem with given class_path '\S+':")
+_UNKNOWN_KEY = re.compile(r"unknown key '(?P<key>[\w.\-]+)'")
+_MISSING = object()
 _NO_PATH = re.compile(r"^- Expected a path but .* either not accessible or invalid\n\s*- ")
 _NEEDED = "the following arguments are required: "
 _INNER = re.compile(r"[a-z_]\w*(?:\.\w+)*: ")  # an option of a class, as it is explained here
 _REQUIRED = re.compile(r"(?<=arguments are required: )(fit|validate|test|predict)\.")
+
+_FILE: ContextVar[Path | None] = ContextVar("file", default=None)
+"""The configuration file that is being read."""
+
+_FILES: list[Path] = []
+"""All that have been read; what no option takes is noticed after the last of them."""
 
 
 class SuggestionsMixin:
@@ -46,6 +56,15 @@ class SuggestionsMixin:
         # an abbreviated option is a misspelt one
         super().__init__(*args, **{"allow_abbrev": False} | kwargs)
 
+    def parse_path(self, path: str | Path, *args: Any, **kwargs: Any) -> Any:
+        """Reads a configuration file, whose name is in errors."""
+        token = _FILE.set(Path(path))
+        _FILES.append(Path(path).absolute())
+        try:
+            return super().parse_path(path, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            _FILE.reset(token)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Prints the message with a suggestion and exits with 2."""
         message = _explained(_REQUIRED.sub("", message), self)
@@ -53,6 +72,8 @@ class SuggestionsMixin:
             super().error(message, ex)  # type: ignore[misc]
         parser: Any = getattr(ex, "subcommand_parser", None) or self
         prog = parser.prog.replace(" [options]", "")
+        file = _FILE.get() or _file_with(message)
+        message = f"{file}: {message}" if file else message
         sys.stderr.write(f"{prog}: error: {message}\n(`{prog} --help` lists what is accepted)\n")
         raise SystemExit(2)
 
@@ -133,6 +154,24 @@ def _explained(message: str, parser: Any) -> str:
         bad = match["flag"] or match["key"] or option
         return f"unknown key {bad!r}{_hint(bad, _known_keys(parser))}"
     return message
+
+
+def _file_with(message: str) -> Path | None:
+    """The last configuration file that has the key which no option takes."""
+    import yaml  # heavy, and not needed for help
+
+    if not (match := _UNKNOWN_KEY.match(message)):
+        return None
+    for file in reversed(_FILES):
+        try:
+            values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):  # a URL, or of another kind
+            continue
+        for name in match["key"].split("."):
+            values = values.get(name, _MISSING) if isinstance(values, dict) else _MISSING
+        if values is not _MISSING:
+            return Path(os.path.relpath(file))
+    return None
 
 
 def _placed(place: str, reason: str) -> str:

@@ -49,7 +49,30 @@ def test_pitfall_8_a_misspelt_key_in_a_file_names_the_nearest(
 ) -> None:
     (tmp_path / "bad.yaml").write_text(text)
     shown = errors_of(command("fit", "--config", tiny, "--config", "bad.yaml"))
-    assert f"unknown key '{bad}'; did you mean '{meant}'?" in shown
+    assert f"error: bad.yaml: unknown key '{bad}'; did you mean '{meant}'?" in shown
+
+
+def test_what_is_wrong_in_a_file_names_the_file(command: Any, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "type.yaml").write_text("trainer: {max_steps: many}")
+    (tmp_path / "syntax.yaml").write_text("trainer:\n  max_steps: 1\n   devices: 1\n")
+    (tmp_path / "good.yaml").write_text("trainer: {max_steps: 2}")
+    (tmp_path / "class.yaml").write_text(
+        "trainer: {strategy: {class_path: tinyllm.strategies.SyncStrategy, init_args: {back: 1}}}"
+    )
+    told = {
+        "more/type.yaml": "error: more/type.yaml: trainer.max_steps: expected int, got 'many'",
+        "syntax.yaml": "error: syntax.yaml: Problems parsing config: mapping values",
+        "class.yaml": "error: class.yaml: trainer.strategy: tinyllm.strategies.SyncStrategy has no",
+    }
+    for file, message in told.items():
+        options = ("--config", tiny, "--config", "good.yaml", "--config", file)
+        assert message in errors_of(command("fit", *options))
+    # what is wrong on the command line is in none
+    shown = errors_of(
+        command("fit", "--config", tiny, "--config", "good.yaml", "--trainer.max", "1")
+    )
+    assert "error: unknown key 'trainer.max'" in shown
 
 
 @pytest.mark.parametrize(
