@@ -41,10 +41,11 @@ def _trainer_command(name: str, args: list[str]) -> None:
     with _importing():
         import tinyllm.strategies.registry  # noqa: F401  (registers the strategies' short names)
         from tinyllm import callbacks
-        from tinyllm.cli_errors import make_known
+        from tinyllm.cli_errors import forget_files, make_known
         from tinyllm.short_names import written_out
         from tinyllm.trainer_cli import run_trainer_command
 
+    forget_files()
     make_known(f"tinyllm.callbacks.{callback}" for callback in callbacks.__all__)
     run_trainer_command(name, written_out(configs_first(args, _SECTIONS)))
 
@@ -55,9 +56,10 @@ def _function_command(name: str, args: list[str]) -> None:
     with _importing():
         from jsonargparse import auto_cli
 
-        from tinyllm.cli_errors import HelpfulParser
+        from tinyllm.cli_errors import HelpfulParser, forget_files
 
         module = import_module(_FUNCTION_MODULES[name])
+    forget_files()
     auto_cli(
         getattr(module, name),
         args=configs_first(args),

@@ -22,6 +22,7 @@ _BAD_KEY = re.compile(
     r"|(?:Group ['\"](?P<group>[\w.]+)['\"] )?does not accept option ['\"](?P<option>[\w.\-]+)"
     r"|[Kk]ey ['\"](?P<key>[\w.\-]+)['\"] is not expected"
 )
+_BAD_OPTION = re.compile(r"Option '(?P<option>[\w.\-]+)' is not accepted")
 _BAD_PARAMETER = re.compile(
     r"class_path '(?P<path>[\w.]+)':\s+Option '(?P<parameter>[\w.\-]+)' is not accepted"
 )
@@ -36,17 +37,16 @@ _BAD_TYPE = re.compile(r"Expected a <class '(?P<type>\w+)'>. Got value: (?P<valu
 _PLACE = re.compile(r"Parser key \"(?P<place>[\w.]+)\"")
 _OF_CLASS = re.compile(r"Problem with given class_path '\S+':")
 _UNKNOWN_KEY = re.compile(r"unknown key '(?P<key>[\w.\-]+)'")
-_MISSING = object()
 _NO_PATH = re.compile(r"^- Expected a path but .* either not accessible or invalid\n\s*- ")
 _NEEDED = "the following arguments are required: "
 _INNER = re.compile(r"[a-z_]\w*(?:\.\w+)*: ")  # an option of a class, as it is explained here
 _REQUIRED = re.compile(r"(?<=arguments are required: )(fit|validate|test|predict)\.")
 
 _FILE: ContextVar[Path | None] = ContextVar("file", default=None)
-"""The configuration file that is being read."""
+"""The configuration file that is being read, as a user would name it."""
 
-_FILES: list[Path] = []
-"""All that have been read; what no option takes is noticed after the last of them."""
+_FILES: list[tuple[Path, Path]] = []
+"""Names and places of all that were read; what no option takes is noticed after the last."""
 
 
 class SuggestionsMixin:
@@ -58,10 +58,14 @@ class SuggestionsMixin:
 
     def parse_path(self, path: str | Path, *args: Any, **kwargs: Any) -> Any:
         """Reads a configuration file, whose name is in errors."""
-        token = _FILE.set(Path(path))
-        _FILES.append(Path(path).absolute())
+        outer = _FILE.get()  # in whose folder a path is looked for
+        named = Path(path) if outer is None else outer.parent / path
+        token = _FILE.set(named)
+        _FILES.append((named, Path(path).absolute()))
         try:
             return super().parse_path(path, *args, **kwargs)  # type: ignore[misc]
+        except UnicodeDecodeError as error:
+            self.error(f"it is not UTF-8 text: {error.reason}", error)
         finally:
             _FILE.reset(token)
 
@@ -72,6 +76,9 @@ class SuggestionsMixin:
             super().error(message, ex)  # type: ignore[misc]
         parser: Any = getattr(ex, "subcommand_parser", None) or self
         prog = parser.prog.replace(" [options]", "")
+        if match := _BAD_OPTION.fullmatch(message):  # of a function, which has no parser of its own
+            bad = match["option"]
+            message = f"unknown key {bad!r}{_hint(bad, _known_keys(parser))}"
         file = _FILE.get() or _file_with(message)
         message = f"{file}: {message}" if file else message
         sys.stderr.write(f"{prog}: error: {message}\n(`{prog} --help` lists what is accepted)\n")
@@ -158,20 +165,31 @@ def _explained(message: str, parser: Any) -> str:
 
 def _file_with(message: str) -> Path | None:
     """The last configuration file that has the key which no option takes."""
-    import yaml  # heavy, and not needed for help
-
     if not (match := _UNKNOWN_KEY.match(message)):
         return None
-    for file in reversed(_FILES):
+    import yaml  # heavy, and not needed for help
+
+    for named, file in reversed(_FILES):
         try:
             values = yaml.safe_load(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):  # a URL, or of another kind
             continue
-        for name in match["key"].split("."):
-            values = values.get(name, _MISSING) if isinstance(values, dict) else _MISSING
-        if values is not _MISSING:
-            return Path(os.path.relpath(file))
+        if _has(values, match["key"]):
+            return named
     return None
+
+
+def _has(values: Any, key: str) -> bool:
+    """Whether a dotted key is among nested values, of which names may be dotted, too."""
+    if not isinstance(values, dict):
+        return False
+    dots = [place for place, letter in enumerate(key) if letter == "."]
+    return key in values or any(_has(values.get(key[:at]), key[at + 1 :]) for at in dots)
+
+
+def forget_files() -> None:
+    """Begins another command, which has read no configuration file."""
+    _FILES.clear()
 
 
 def _placed(place: str, reason: str) -> str:

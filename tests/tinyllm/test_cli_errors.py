@@ -52,27 +52,64 @@ def test_pitfall_8_a_misspelt_key_in_a_file_names_the_nearest(
     assert f"error: bad.yaml: unknown key '{bad}'; did you mean '{meant}'?" in shown
 
 
-def test_what_is_wrong_in_a_file_names_the_file(command: Any, tiny: Path, tmp_path: Path) -> None:
+BAD_FILES = [
+    (
+        "more/type.yaml",
+        "trainer: {max_steps: many}",
+        "trainer.max_steps: expected int, got 'many'",
+    ),
+    ("more/key.yaml", "trainer: {max: 1}", "unknown key 'trainer.max'"),
+    ("dotted.yaml", "trainer.max: 1", "unknown key 'trainer.max'"),
+    (
+        "syntax.yaml",
+        "trainer:\n  max_steps: 1\n   devices: 1\n",
+        "Problems parsing config: mapping values",
+    ),
+    (
+        "class.yaml",
+        "trainer: {strategy: {class_path: tinyllm.strategies.SyncStrategy, init_args: {back: 1}}}",
+        "trainer.strategy: tinyllm.strategies.SyncStrategy has no option 'back'",
+    ),
+    ("bytes.yaml", b"\xff\xfe", "it is not UTF-8 text: invalid start byte"),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "message"), BAD_FILES)
+def test_what_is_wrong_in_a_file_names_the_file(
+    command: Any, tiny: Path, tmp_path: Path, file: str, text: str | bytes, message: str
+) -> None:
     (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "type.yaml").write_text("trainer: {max_steps: many}")
-    (tmp_path / "syntax.yaml").write_text("trainer:\n  max_steps: 1\n   devices: 1\n")
     (tmp_path / "good.yaml").write_text("trainer: {max_steps: 2}")
-    (tmp_path / "class.yaml").write_text(
-        "trainer: {strategy: {class_path: tinyllm.strategies.SyncStrategy, init_args: {back: 1}}}"
+    (tmp_path / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    configs = ("--config", tiny, "--config", "good.yaml", "--config", file)
+    assert f"error: {file}: {message}" in errors_of(command("fit", *configs))
+    (tmp_path / "outer.yaml").write_text(f"config: {Path(file).name}")
+    (tmp_path / "more" / "outer.yaml").write_text(f"config: {Path(file).name}")
+    outer = Path(file).with_name("outer.yaml")
+    assert f"error: {file}: {message}" in errors_of(
+        command("fit", "--config", tiny, "--config", outer)
     )
-    told = {
-        "more/type.yaml": "error: more/type.yaml: trainer.max_steps: expected int, got 'many'",
-        "syntax.yaml": "error: syntax.yaml: Problems parsing config: mapping values",
-        "class.yaml": "error: class.yaml: trainer.strategy: tinyllm.strategies.SyncStrategy has no",
-    }
-    for file, message in told.items():
-        options = ("--config", tiny, "--config", "good.yaml", "--config", file)
-        assert message in errors_of(command("fit", *options))
-    # what is wrong on the command line is in none
-    shown = errors_of(
-        command("fit", "--config", tiny, "--config", "good.yaml", "--trainer.max", "1")
-    )
+
+
+def test_what_is_wrong_on_the_command_line_is_in_no_file(
+    command: Any, tiny: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.yaml").write_text("trainer: {max: 1}")
+    errors_of(command("fit", "--config", tiny, "--config", "bad.yaml"))
+    shown = errors_of(command("fit", "--config", tiny, "--trainer.max", "1"))
     assert "error: unknown key 'trainer.max'" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "meant"),
+    [("prepare", "outt", "output"), ("generate", "temprature", "temperature")],
+)
+def test_a_misspelt_key_in_a_file_of_another_command(
+    command: Any, tmp_path: Path, name: str, bad: str, meant: str
+) -> None:
+    (tmp_path / "bad.yaml").write_text(f"{bad}: 1")
+    shown = errors_of(command(name, "--config", "bad.yaml"))
+    assert f"error: bad.yaml: unknown key '{bad}'; did you mean '{meant}'?" in shown
 
 
 @pytest.mark.parametrize(
