@@ -25,7 +25,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tinyllm.kernels import attention_backward_hopper, attention_hopper
-from tinyllm.kernels.attention_forward import BLOCK_K, BLOCK_Q, LOG2_E, blocks, places, tile
+from tinyllm.kernels.attention_forward import BLOCK_K, BLOCK_Q, blocks, offsets_of, tile
+from tinyllm.kernels.attention_hopper import LOG2_E
 from tinyllm.kernels.operation import Operation
 from tinyllm.kernels.rope import turn
 
@@ -80,29 +81,31 @@ def _turned_back(x, cos_ptr, sin_ptr, token, length, ROWS: tl.constexpr, WIDTH: 
 
 @triton.jit
 def _queries_kernel(
-    qkv_ptr, keys_desc, dy_ptr, y_ptr, log_ptr, rows_ptr, cos_ptr, sin_ptr,
+    qkv_ptr, keys_desc, dy_ptr, y_ptr, lse_ptr, rows_ptr, cos_ptr, sin_ptr,
     dqkv_ptr, room, length, factor, scale,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program: the gradient of BLOCK_Q queries of a head; keys pass by, the nearest ones last."""
     tiles = tl.cdiv(length, BLOCK_Q)
-    place, number = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    sequence, head = place // HEADS, place % HEADS
+    of_all, number = tl.program_id(0) // tiles, tl.program_id(0) % tiles  # heads
+    sequence, head = of_all // HEADS, of_all % HEADS
     first = (tiles - 1 - number) * BLOCK_Q  # those with most to do begin
     column, value_column = (HEADS + head) * WIDTH, (2 * HEADS + head) * WIDTH
     queries = first + tl.arange(0, BLOCK_Q)
     inside = queries < length
 
-    mine = places(sequence, queries, length, HEADS * WIDTH, head * WIDTH, WIDTH)
-    packed = places(sequence, queries, length, 3 * HEADS * WIDTH, head * WIDTH, WIDTH)
+    mine = offsets_of(sequence, queries, length, HEADS * WIDTH, head * WIDTH, WIDTH)
+    packed = offsets_of(sequence, queries, length, 3 * HEADS * WIDTH, head * WIDTH, WIDTH)
     q = tl.load(qkv_ptr + packed, mask=inside[:, None], other=0.0)
     dy = tl.load(dy_ptr + mine, mask=inside[:, None], other=0.0)
     y = tl.load(y_ptr + mine, mask=inside[:, None], other=0.0)
-    log = tl.load(log_ptr + place.to(tl.int64) * length + queries, mask=inside, other=0.0) * LOG2_E
+    lse2 = (
+        tl.load(lse_ptr + of_all.to(tl.int64) * length + queries, mask=inside, other=0.0) * LOG2_E
+    )
     delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), axis=1)
-    row = rows_ptr + place.to(tl.int64) * 2 * room + queries  # zeros past the sequence's end
-    tl.store(row, log, mask=queries < room)
+    row = rows_ptr + of_all.to(tl.int64) * 2 * room + queries  # zeros past the sequence's end
+    tl.store(row, lse2, mask=queries < room)
     tl.store(row + room, delta, mask=queries < room)
 
     dq = tl.zeros((BLOCK_Q, WIDTH), tl.float32)
@@ -111,7 +114,7 @@ def _queries_kernel(
         v = tile(keys_desc, sequence, start, value_column, BLOCK_K, WIDTH)
         keys = start + tl.arange(0, BLOCK_K)
         s = tl.where(queries[:, None] >= keys[None, :], tl.dot(q, tl.trans(k)), float("-inf"))
-        p = tl.exp2(s * factor - log[:, None])
+        p = tl.exp2(s * factor - lse2[:, None])
         ds = p * (tl.dot(dy, tl.trans(v)) - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq)
     dq = _turned_back(dq * scale, cos_ptr, sin_ptr, queries, length, BLOCK_Q, WIDTH)
@@ -130,13 +133,13 @@ def _keys_kernel(
     Past the sequence's end queries and gradients are zeros, of which nothing comes.
     """
     tiles = tl.cdiv(length, BLOCK_K)
-    place, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_K
-    sequence, head = place // HEADS, place % HEADS
+    of_all, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_K
+    sequence, head = of_all // HEADS, of_all % HEADS
     column = head * WIDTH
     keys = first + tl.arange(0, BLOCK_K)
     inside = (keys < length)[:, None]
 
-    packed = places(sequence, keys, length, 3 * HEADS * WIDTH, HEADS * WIDTH + column, WIDTH)
+    packed = offsets_of(sequence, keys, length, 3 * HEADS * WIDTH, HEADS * WIDTH + column, WIDTH)
     k = tl.load(qkv_ptr + packed, mask=inside, other=0.0)
     v = tl.load(qkv_ptr + packed + HEADS * WIDTH, mask=inside, other=0.0)
     dk = tl.zeros((BLOCK_K, WIDTH), tl.float32)
@@ -146,10 +149,10 @@ def _keys_kernel(
         dy = tile(dy_desc, sequence, start, column, BLOCK_Q, WIDTH)
         queries = start + tl.arange(0, BLOCK_Q)
         s = tl.where(queries[None, :] >= keys[:, None], tl.dot(k, tl.trans(q)), float("-inf"))
-        log = rows_desc.load([2 * place, start]).reshape(BLOCK_Q)
-        p = tl.exp2(s * factor - log[None, :])
+        lse2 = rows_desc.load([2 * of_all, start]).reshape(BLOCK_Q)
+        p = tl.exp2(s * factor - lse2[None, :])
         dv = tl.dot(p.to(dy.dtype), dy, dv)
-        delta = rows_desc.load([2 * place + 1, start]).reshape(BLOCK_Q)
+        delta = rows_desc.load([2 * of_all + 1, start]).reshape(BLOCK_Q)
         ds = p * (tl.dot(v, tl.trans(dy)) - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk)
     dk = _turned_back(dk * scale, cos_ptr, sin_ptr, keys, length, BLOCK_K, WIDTH)
@@ -168,7 +171,9 @@ def _launch(
     scale = width**-0.5
     packed, dy = (tensor.view(sequences, length, -1) for tensor in (qkv, dout))
     room = triton.cdiv(length, 4) * 4  # the copy engine counts rows in 16 bytes
-    rows = lse.new_empty(2 * sequences * heads, room)
+    rows = lse.new_empty(
+        2 * sequences * heads, room
+    )  # of each head: lse2, the lse to base 2, and delta
     of_heads = (length, scale * LOG2_E.value, scale, heads, width)
 
     def tiles(tensor: Tensor, block: int) -> TensorDescriptor:

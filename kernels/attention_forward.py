@@ -19,9 +19,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tinyllm.kernels import attention_forward_hopper, attention_hopper
+from tinyllm.kernels.attention_hopper import LOG2_E
 from tinyllm.kernels.operation import Operation
 
-LOG2_E = tl.constexpr(math.log2(math.e))
 BLOCK_Q = BLOCK_K = 64
 
 
@@ -55,7 +55,7 @@ def tile(desc, sequence, first, column, ROWS: tl.constexpr, WIDTH: tl.constexpr)
 
 
 @triton.jit
-def places(sequence, tokens, length, stride, column, WIDTH: tl.constexpr):
+def offsets_of(sequence, tokens, length, stride, column, WIDTH: tl.constexpr):
     """Where rows of one head ``[·, WIDTH]`` lie in a tensor with ``stride`` elements a token."""
     row = sequence.to(tl.int64) * length + tokens
     return row[:, None] * stride + column + tl.arange(0, WIDTH)[None, :]
@@ -69,14 +69,14 @@ def _forward_kernel(
 ):  # fmt: skip
     """A program: BLOCK_Q queries of a head; keys pass by, the nearest ones last."""
     tiles = tl.cdiv(length, BLOCK_Q)
-    place, number = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    sequence, head = place // HEADS, place % HEADS
+    of_all, number = tl.program_id(0) // tiles, tl.program_id(0) % tiles  # heads
+    sequence, head = of_all // HEADS, of_all % HEADS
     first = (tiles - 1 - number) * BLOCK_Q  # those with most to do begin
     column, value_column = (HEADS + head) * WIDTH, (2 * HEADS + head) * WIDTH
     queries = first + tl.arange(0, BLOCK_Q)
     inside = queries < length
 
-    mine = places(sequence, queries, length, 3 * HEADS * WIDTH, head * WIDTH, WIDTH)
+    mine = offsets_of(sequence, queries, length, 3 * HEADS * WIDTH, head * WIDTH, WIDTH)
     q = tl.load(qkv_ptr + mine, mask=inside[:, None], other=0.0)
     y = tl.zeros((BLOCK_Q, WIDTH), tl.float32)
     largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
@@ -93,8 +93,8 @@ def _forward_kernel(
         total = total * shrink + tl.sum(p, axis=1)
         largest = new
     lse = (largest + tl.log2(total)) / LOG2_E
-    tl.store(lse_ptr + place.to(tl.int64) * length + queries, lse, mask=inside)
-    mine = places(sequence, queries, length, HEADS * WIDTH, head * WIDTH, WIDTH)
+    tl.store(lse_ptr + of_all.to(tl.int64) * length + queries, lse, mask=inside)
+    mine = offsets_of(sequence, queries, length, HEADS * WIDTH, head * WIDTH, WIDTH)
     y = (y / total[:, None]).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + mine, y, mask=inside[:, None])
 

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tinyllm.kernels import attention_hopper as on
+from tinyllm.kernels import attention_hopper as common
 from tinyllm.kernels import hopper
 
 PROGRAMS = 3
@@ -25,23 +25,23 @@ PROGRAMS = 3
 
 
 @gluon.jit
-def _bring(work, rings, signals, qkv_desc, HEADS: gl.constexpr):
+def _produce(work, rings, signals, qkv_desc, HEADS: gl.constexpr):
     """Queries of a tile, then keys and values, its own first."""
     items, tiles, _length = work
     left, right = rings
-    WIDTH: gl.constexpr = HEADS * on.TILE
+    WIDTH: gl.constexpr = HEADS * common.TILE
     unit = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _head, sequence, column, number = on.place_of(item, tiles, HEADS)
+        _head, sequence, column, number = common.locate(item, tiles, HEADS)
         own = tiles - 1 - number  # those with most to do begin
-        slot, told = on.make_room(signals, unit, on.TILE_BYTES)
-        on.bring(qkv_desc, [sequence, own * on.TILE, column], told, left, slot)
+        slot, barrier = common.acquire(signals, unit, common.TILE_BYTES)
+        common.fetch(qkv_desc, [sequence, own * common.TILE, column], barrier, left, slot)
         unit += 1
         for other in range(own + 1):
-            at = (own if other == 0 else other - 1) * on.TILE
-            slot, told = on.make_room(signals, unit, 2 * on.TILE_BYTES)
-            on.bring(qkv_desc, [sequence, at, column + WIDTH], told, left, slot)
-            on.bring(qkv_desc, [sequence, at, column + 2 * WIDTH], told, right, slot)
+            at = (own if other == 0 else other - 1) * common.TILE
+            slot, barrier = common.acquire(signals, unit, 2 * common.TILE_BYTES)
+            common.fetch(qkv_desc, [sequence, at, column + WIDTH], barrier, left, slot)
+            common.fetch(qkv_desc, [sequence, at, column + 2 * WIDTH], barrier, right, slot)
             unit += 1
 
 
@@ -51,46 +51,46 @@ def _softmax(s, largest, total, factor):
     new = gl.maximum(largest, gl.max(s, 1) * factor)
     p = gl.exp2(s * factor - new[:, None])
     shrink = gl.exp2(largest - new)
-    return on.factor_of(p), shrink, new, total * shrink + gl.sum(p, 1)
+    return common.factor_of(p), shrink, new, total * shrink + gl.sum(p, 1)
 
 
 @gluon.jit
-def _multiply(work, rings, signals, out, y_desc, lse_ptr, factor, HEADS: gl.constexpr):
+def _consume(work, rings, signals, out, y_desc, lse_ptr, factor, HEADS: gl.constexpr):
     """Results of tile after tile."""
     items, tiles, length = work
     left, right = rings
     unit = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        head, sequence, column, number = on.place_of(item, tiles, HEADS)
+        head, sequence, column, number = common.locate(item, tiles, HEADS)
         own = tiles - 1 - number
-        q = on.tile(left, on.await_unit(signals, unit)).load(on.FACTOR)
+        q = common.tile(left, common.wait_for(signals, unit)).load(common.FACTOR)
         unit += 1
-        slot = on.await_unit(signals, unit)
-        s = on.product(q, on.tile(left, slot).permute((1, 0)))
+        slot = common.wait_for(signals, unit)
+        s = common.product(q, common.tile(left, slot).permute((1, 0)))
         s = warpgroup_mma_wait(0, deps=(s,))
-        on.free(signals, unit - 1)
-        y = gl.zeros((on.TILE, on.TILE), gl.float32, on.PRODUCT)
-        largest = gl.full((on.TILE,), float("-inf"), gl.float32, on.ROW)
-        total = gl.zeros((on.TILE,), gl.float32, on.ROW)
-        p, shrink, largest, total = _softmax(on.seen(s, 0), largest, total, factor)
+        common.release(signals, unit - 1)
+        y = gl.zeros((common.TILE, common.TILE), gl.float32, common.PRODUCT)
+        largest = gl.full((common.TILE,), float("-inf"), gl.float32, common.ROW)
+        total = gl.zeros((common.TILE,), gl.float32, common.ROW)
+        p, shrink, largest, total = _softmax(common.causal(s, 0), largest, total, factor)
         for _other in range(own):
-            following = on.await_unit(signals, unit + 1)
-            s = on.product(q, on.tile(left, following).permute((1, 0)))
-            sums = warpgroup_mma(p, on.tile(right, slot), warpgroup_mma_init(y), is_async=True)
+            following = common.wait_for(signals, unit + 1)
+            s = common.product(q, common.tile(left, following).permute((1, 0)))
+            sums = warpgroup_mma(p, common.tile(right, slot), warpgroup_mma_init(y), is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             p, shrink, largest, total = _softmax(s, largest, total, factor)
             y = warpgroup_mma_wait(0, deps=(sums,)) * shrink[:, None]
-            on.free(signals, unit)
+            common.release(signals, unit)
             unit += 1
             slot = following
-        sums = warpgroup_mma(p, on.tile(right, slot), warpgroup_mma_init(y), is_async=True)
-        token = own * on.TILE + gl.arange(0, on.TILE, on.ROW)
-        lse = (largest + gl.log2(total)) / on.LOG2_E
+        sums = warpgroup_mma(p, common.tile(right, slot), warpgroup_mma_init(y), is_async=True)
+        token = own * common.TILE + gl.arange(0, common.TILE, common.ROW)
+        lse = (largest + gl.log2(total)) / common.LOG2_E
         gl.store(lse_ptr + head.to(gl.int64) * length + token, lse, mask=token < length)
         y = warpgroup_mma_wait(0, deps=(sums,))
-        on.free(signals, unit)
+        common.release(signals, unit)
         unit += 1
-        hopper.send(y / total[:, None], y_desc, [sequence, own * on.TILE, column], out, 0)
+        hopper.send(y / total[:, None], y_desc, [sequence, own * common.TILE, column], out, 0)
     tma.store_wait(0)
 
 
@@ -100,14 +100,14 @@ def kernel(
     HEADS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """A program: its items, by a warp that brings and four that multiply."""
-    signals = on.barriers(SLOTS)
-    rings = (on.tiles_ring(qkv_desc, SLOTS), on.tiles_ring(qkv_desc, SLOTS))
-    out = on.tiles_ring(y_desc, 1)
+    signals = common.barriers(SLOTS)
+    rings = (common.tiles_ring(qkv_desc, SLOTS), common.tiles_ring(qkv_desc, SLOTS))
+    out = common.tiles_ring(y_desc, 1)
     work = (items, tiles, length)
     gl.warp_specialize(
         [
-            (_multiply, (work, rings, signals, out, y_desc, lse_ptr, factor, HEADS)),
-            (_bring, (work, rings, signals, qkv_desc, HEADS)),
+            (_consume, (work, rings, signals, out, y_desc, lse_ptr, factor, HEADS)),
+            (_produce, (work, rings, signals, qkv_desc, HEADS)),
         ],
         [1],
         [24],
@@ -118,11 +118,11 @@ def forward(qkv: Tensor, out: Tensor, lse: Tensor) -> None:
     """See :data:`tinyllm.kernels.attention_forward.attention_forward`."""
     sequences, heads, length, width = out.shape
     packed, y = (t.view(sequences, length, -1) for t in (qkv, out.transpose(1, 2)))
-    programs, items, tiles = on.dealt(sequences * heads, length, PROGRAMS, qkv.device)
+    programs, items, tiles = common.dealt(sequences * heads, length, PROGRAMS, qkv.device)
     kernel[(programs,)](
-        *(on.tiles_of(packed), on.tiles_of(y), lse, items, tiles, length),
-        width**-0.5 * on.LOG2_E.value,
+        *(common.tiles_of(packed), common.tiles_of(y), lse, items, tiles, length),
+        width**-0.5 * common.LOG2_E.value,
         HEADS=heads,
-        SLOTS=on.SLOTS,
-        **on.options(PROGRAMS),
+        SLOTS=common.SLOTS,
+        **common.options(PROGRAMS),
     )

@@ -1,9 +1,10 @@
-"""What attention's kernels for Hopper GPUs share: programs that never wait for memory.
+"""What attention's kernels for Hopper GPUs share: programs that seldom wait for memory.
 
-A program takes one tile of 64 tokens of a head after the other. A warp brings all that is needed by
-the copy engine into a ring, in the order in which it is used, so that the next tile's first rows
-have come before this one's results have left. Four warps multiply: exponentials are taken while the
-tensor cores have another product. Two or three programs share a multiprocessor. See
+A program takes one tile of 64 tokens of a head after the other. A producer, one warp, brings all
+that is needed by the copy engine into a ring, in the order in which it is used, so that the next
+tile's first rows have come before this one's results have left. A consumer, four warps, multiplies.
+Two or three programs share a multiprocessor, so that one has the tensor cores while another takes
+its exponentials; where keys get their gradients, a program's own products run meanwhile, too. See
 :mod:`tinyllm.kernels.attention_forward_hopper` and
 :mod:`tinyllm.kernels.attention_backward_hopper`.
 """
@@ -48,7 +49,7 @@ COLUMN = gl.constexpr(gl.SliceLayout(0, PRODUCT.value))
 
 _REGISTERS = 65_536
 _WARPS = 8
-"""Of a program as the GPU counts them: those that multiply, the one that brings, and three idle."""
+"""Of a program as the GPU counts them: the consumer's, the producer's, and three idle."""
 
 SLOTS = 4
 """Of a ring."""
@@ -88,9 +89,9 @@ def dealt(heads: int, length: int, programs: int, device: torch.device) -> tuple
 
 
 def even_programs(items: int, tiles: int, most: int) -> int:
-    """How many programs take items in turns, so that each gets long and short ones in equal shares.
+    """How many programs take items in turns, so that none gets tiles of one length only.
 
-    An item's length is that of its tile, and tiles come in turns as well.
+    Lengths come in turns as well, one for each tile of a head.
     """
     if items <= most:
         return items
@@ -138,7 +139,7 @@ def barriers(SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def make_room(signals, unit, BYTES: gl.constexpr):
+def acquire(signals, unit, BYTES: gl.constexpr):
     """Waits until a unit's slot is empty and says how much comes; the slot, and who is told."""
     filled, emptied = signals
     SLOTS: gl.constexpr = filled.shape[0]
@@ -149,7 +150,7 @@ def make_room(signals, unit, BYTES: gl.constexpr):
 
 
 @gluon.jit
-def await_unit(signals, unit):
+def wait_for(signals, unit):
     """Waits until a unit has come; its slot."""
     filled, _emptied = signals
     SLOTS: gl.constexpr = filled.shape[0]
@@ -159,7 +160,7 @@ def await_unit(signals, unit):
 
 
 @gluon.jit
-def free(signals, unit):
+def release(signals, unit):
     """A unit's slot may be filled anew.
 
     What was loaded from it to registers must have been used: the copy engine can overtake a load.
@@ -169,16 +170,16 @@ def free(signals, unit):
 
 
 @gluon.jit
-def bring(desc, place, told, ring, slot):
-    """A tile, or numbers of its tokens, at a place of a tensor."""
-    tma.async_copy_global_to_shared(desc, place, told, ring.index(slot))
+def fetch(desc, coordinates, barrier, ring, slot):
+    """Begins to copy a tile, or numbers of its tokens, to a slot; the barrier is told."""
+    tma.async_copy_global_to_shared(desc, coordinates, barrier, ring.index(slot))
 
 
 # --- tiles ----------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def place_of(item, tiles, HEADS: gl.constexpr):
+def locate(item, tiles, HEADS: gl.constexpr):
     """Of an item: the head's number, its sequence, its first column, and which tile."""
     head = item // tiles
     return head, head // HEADS, head % HEADS * TILE, item % tiles
@@ -210,8 +211,8 @@ def product(a, b):
 
 
 @gluon.jit
-def seen(s, QUERIES: gl.constexpr):
-    """Scores of a tile with itself, −∞ for keys behind their query.
+def causal(s, QUERIES: gl.constexpr):
+    """Scores of a tile with itself, −∞ for keys after their query.
 
     Args:
         s: The scores.

@@ -238,6 +238,14 @@ def halves(z):
 
 
 @gluon.jit
+def turned(head, cos, sin):
+    """A head ``[M, K]`` turned by angles ``[M, K/2]``; with −sin turned back."""
+    first, second = halves(head)
+    both = gl.join(first * cos - second * sin, second * cos + first * sin)
+    return both.permute([0, 2, 1]).reshape([head.shape[0], head.shape[1]])
+
+
+@gluon.jit
 def parts(z):
     """A tile of 128 or 256 columns as two or four of 64."""
     result = halves(z)

@@ -32,14 +32,13 @@ def pays(x: Tensor) -> bool:
 def _turned(head, row, turns, cos_ptr, sin_ptr, length):
     """A head ``[64, 64]`` of rows from ``row`` on, turned if it is one of queries or keys."""
     HALF: gl.constexpr = head.shape[1] // 2
-    first, second = hopper.halves(head)
-    layout: gl.constexpr = first.type.layout
+    half, _other = hopper.halves(head)
+    layout: gl.constexpr = half.type.layout
     position = (row + gl.arange(0, head.shape[0], gl.SliceLayout(1, layout))) % length
     at = position[:, None] * HALF + gl.arange(0, HALF, gl.SliceLayout(0, layout))[None, :]
     cos = gl.where(turns, gl.load(cos_ptr + at), 1.0)
     sin = gl.where(turns, gl.load(sin_ptr + at), 0.0)
-    both = gl.join(first * cos - second * sin, second * cos + first * sin)
-    return both.permute([0, 2, 1]).reshape([head.shape[0], head.shape[1]])
+    return hopper.turned(head, cos, sin)
 
 
 @gluon.jit

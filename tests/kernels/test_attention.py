@@ -59,6 +59,14 @@ def expected(
     return out.detach(), (back(dq), back(dk), dv)
 
 
+def log_sums(qkv: Tensor, heads: int, length: int) -> Tensor:
+    """Logarithms of the sums of each row's exponentials ``[N, H, T, 1]``."""
+    q, k, _ = heads_of(qkv, 3 * heads, length).chunk(3, dim=1)
+    ahead = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    return scores.masked_fill(ahead, -torch.inf).logsumexp(-1, keepdim=True)
+
+
 def heads_of(packed: Tensor, heads: int, length: int) -> Tensor:
     """``[W, B·T, G·K]`` as ``[W·B, G, T, K]``."""
     return packed.view(-1, length, heads, packed.shape[-1] // heads).transpose(1, 2)
@@ -76,6 +84,8 @@ def test_is_pytorchs_attention(shape: tuple[int, ...]) -> None:
     out, gradients = expected(**given, heads=heads, length=length)
     attended = attend(given["qkv"], heads, length)
     torch.testing.assert_close(attended.out, out, rtol=0, atol=1e-12)
+    expected_lse = log_sums(given["qkv"], heads, length)
+    torch.testing.assert_close(attended.lse, expected_lse, rtol=0, atol=1e-12)
     dqkv = torch.full_like(given["qkv"], torch.nan)
     attend_backward(**given, attended=attended, dqkv=dqkv)
     found = parts_of(dqkv, heads, length)
@@ -154,11 +164,22 @@ def test_backward_kernels(
 
 
 @interpreted
+def test_forward_keeps_what_is_not_finite_in_its_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks(monkeypatch, 16, 16)
+    qkv = normal(2, 21, 48)
+    qkv[1] = torch.nan
+    out, lse = poisoned(2, 21, 1, 16).transpose(1, 2), poisoned(2, 1, 21, 1)
+    attention_forward.launch(qkv, out, lse)
+    for result in (out, lse):
+        assert result.isfinite().flatten(1).all(dim=1).tolist() == [True, False]
+
+
+@interpreted
 @pytest.mark.parametrize("name", ["dout", "qkv"])
 def test_what_is_not_finite_stays_in_its_sequence(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tile that ends behind a sequence takes nothing from the next one."""
+    """A tile that ends after a sequence takes nothing from the next one."""
     blocks(monkeypatch, 16, 16)
     arguments = backward_arguments(2, 1, 21, 1, 16)
     {"dout": arguments[0], "qkv": arguments[1]}[name][1] = torch.nan
@@ -212,7 +233,13 @@ def test_leaves_its_inputs_alone() -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        *((1, 2, 7, 5, 64), (3, 2, 130, 5, 64), (4, 2, 1_024, 5, 64), (2, 3, 65, 1, 64)),
+        *(
+            (1, 1, 64, 1, 64),
+            (1, 2, 7, 5, 64),
+            (3, 2, 130, 5, 64),
+            (4, 2, 1_024, 5, 64),
+            (2, 3, 65, 1, 64),
+        ),
         *((1, 2, 256, 2, 128), (2, 2, 70, 3, 128), (1, 3, 1, 2, 64), (1, 3, 4, 2, 64)),
         *((2, 40, 1_000, 5, 64), (1, 128, 132, 8, 64)),  # programs take many tiles one by one
     ],
@@ -225,6 +252,7 @@ def test_on_gpu(shape: tuple[int, ...]) -> None:
     """
     length, heads = shape[2:4]
     given = tensors(*shape, dtype=torch.bfloat16, device="cuda")
+    before = {name: tensor.clone() for name, tensor in given.items()}
     exact = {name: tensor.double() for name, tensor in given.items()}
     out, gradients = expected(**exact, heads=heads, length=length)
     plain_out, plain_gradients = expected(**given, heads=heads, length=length)
@@ -234,6 +262,11 @@ def test_on_gpu(shape: tuple[int, ...]) -> None:
     again = torch.full_like(dqkv, torch.nan)
     attend_backward(**given, attended=attended, dqkv=again)
     assert torch.equal(dqkv, again)  # nothing is summed in an order that may change
+    for name, tensor in given.items():
+        assert torch.equal(tensor, before[name]), name
+    torch.testing.assert_close(
+        attended.lse.double(), log_sums(exact["qkv"], heads, length), rtol=1e-5, atol=1e-5
+    )
     for name, mine, plain, truth in zip(
         ("out", "dq", "dk", "dv"),
         (attended.out, *parts_of(dqkv, heads, length)),
@@ -275,9 +308,10 @@ def test_what_is_not_finite_stays_in_its_sequence_on_gpu(length: int) -> None:
 
 
 @pytest.mark.gpu
-def test_tokens_past_two_to_the_31_elements_on_gpu() -> None:
+@pytest.mark.parametrize(("sequences", "width"), [(10_923, 64), (5_462, 128)])
+def test_tokens_past_two_to_the_31_elements_on_gpu(sequences: int, width: int) -> None:
     """The last sequence's results are those that it has alone."""
-    length, sequences, width = 1_024, 10_923, 64  # 192 elements per token
+    length = 1_024
     qkv = torch.empty(1, sequences * length, 3 * width, dtype=torch.bfloat16, device="cuda")
     assert qkv.numel() > 2**31
     given = tensors(1, 1, length, 1, width, dtype=torch.bfloat16, device="cuda")

@@ -107,7 +107,7 @@ def test_gradients_have_no_bias_that_native_has_not() -> None:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_replay_is_the_first_call(workers: int) -> None:
-    """The backward passes of attention and embedding add in no certain order."""
+    """The backward pass of the embedding adds in no certain order."""
     run, rows = engine_run("gh200", workers, micro=2), token_rows(workers, 5, 1)[0]
     seen = []
     for _ in range(4):  # as it is, captured, replayed twice
