@@ -101,7 +101,18 @@ class TokenDataModule(lightning.LightningDataModule):
 
         Lightning restores the loader by itself too, but not when something asked for the number
         of steps, as learning-rate schedules do, and so made the loader before the restore.
+
+        Raises:
+            ValueError: The state is that of other data, or of text with another tokenizer.
         """
+        theirs, own = state.get("tokenizer"), self._tokenizer_state
+        if theirs is not None and own is not None and theirs != own:
+            raise ValueError(
+                f"the checkpoint's model was trained with another tokenizer than that of "
+                f"{self._folder}, whose ids are other text to it; prepare that text with the "
+                "model's own tokenizer: `tinyllm prepare --tokenizer` takes the cache that it was "
+                "trained on, or tokenizer.json of `tinyllm export CHECKPOINT --to hf DIR`"
+            )
         if "train" not in state:
             return
         if self._train_loader is None:

@@ -305,3 +305,39 @@ def test_properties(cache: Path) -> None:
     assert data.cache.boundary_id == 0
     with pytest.raises(CacheError, match="without a tokenizer"):
         data.tokenizer()
+
+
+def text_cache(folder: Path, name: str, words: list[str], **options: Any) -> Path:
+    """A cache of text in which some words are frequent."""
+    texts = folder / f"{name}-texts"
+    texts.mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(12):
+        (texts / f"{number}.txt").write_text(" ".join(rng.choice(words, 60)))
+    options = {"vocab_size": 270, "validation_fraction": 0.3} | options
+    prepare(folder / name, "text", str(texts), **options)
+    return folder / name
+
+
+def test_another_tokenizer_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    first = text_cache(tmp_path, "first", ["alpha", "beta", "gamma"])
+    trainer = new_trainer(tmp_path, max_steps=1)
+    trainer.fit(Recorder(), datamodule=new_data(first))
+    file = tmp_path / "model.ckpt"
+    trainer.save_checkpoint(file)
+
+    def validate(cache: Path) -> list[int]:
+        module = Recorder()
+        new_trainer(tmp_path, limit_val_batches=1.0).validate(
+            module, datamodule=new_data(cache), ckpt_path=str(file), weights_only=False
+        )
+        return module.targets
+
+    other = text_cache(tmp_path, "other", ["uno", "dos", "tres"])
+    with pytest.raises(ValueError, match=r"another tokenizer than that of .*other, whose ids"):
+        validate(other)
+    same = text_cache(
+        tmp_path, "same", ["uno", "dos", "tres"], tokenizer=str(first), vocab_size=None
+    )
+    assert validate(same)
+    assert validate(first)
