@@ -16,17 +16,22 @@ each factor of a product from where it is.
 # kernels are typed by Triton
 # mypy: disable-error-code="no-untyped-def"
 
-import math
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tinyllm.kernels import attention_backward_hopper, attention_hopper
-from tinyllm.kernels.attention_forward import BLOCK_K, BLOCK_Q, blocks, offsets_of, tile
-from tinyllm.kernels.attention_hopper import LOG2_E
+from tinyllm.kernels.attention_forward import (
+    BLOCK_K,
+    BLOCK_Q,
+    blocks,
+    offsets_of,
+    place_of_program,
+    scores_of,
+    tile,
+)
+from tinyllm.kernels.constants import LOG2_E
 from tinyllm.kernels.operation import Operation
 from tinyllm.kernels.rope import turn
 
@@ -53,10 +58,9 @@ def _attention_backward(
     """
     sequences, heads, length, width = out.shape
     wide, scale = lse.dtype, width**-0.5
-    q, k, v = qkv.view(sequences, length, 3, heads, width).permute(2, 0, 3, 1, 4).to(wide)
+    q, k, v, scores = scores_of(qkv, out, wide)
     dy = dout.view(sequences, length, heads, width).transpose(1, 2).to(wide)
-    ahead = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    p = (q @ k.transpose(-1, -2) * scale - lse).masked_fill(ahead, -math.inf).exp()
+    p = (scores - lse).exp()
     delta = (dy * out.to(wide)).sum(-1, keepdim=True)
     ds = p * (dy @ v.transpose(-1, -2) - delta)
     p, ds = (factor.to(qkv.dtype).to(wide) for factor in (p, ds))  # as the tensor cores take them
@@ -87,10 +91,8 @@ def _queries_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program: the gradient of BLOCK_Q queries of a head; keys pass by, the nearest ones last."""
-    tiles = tl.cdiv(length, BLOCK_Q)
-    of_all, number = tl.program_id(0) // tiles, tl.program_id(0) % tiles  # heads
-    sequence, head = of_all // HEADS, of_all % HEADS
-    first = (tiles - 1 - number) * BLOCK_Q  # those with most to do begin
+    of_all, sequence, head, number = place_of_program(length, HEADS, BLOCK_Q)
+    first = (tl.cdiv(length, BLOCK_Q) - 1 - number) * BLOCK_Q  # those with most to do begin
     column, value_column = (HEADS + head) * WIDTH, (2 * HEADS + head) * WIDTH
     queries = first + tl.arange(0, BLOCK_Q)
     inside = queries < length
@@ -100,9 +102,8 @@ def _queries_kernel(
     q = tl.load(qkv_ptr + packed, mask=inside[:, None], other=0.0)
     dy = tl.load(dy_ptr + mine, mask=inside[:, None], other=0.0)
     y = tl.load(y_ptr + mine, mask=inside[:, None], other=0.0)
-    lse2 = (
-        tl.load(lse_ptr + of_all.to(tl.int64) * length + queries, mask=inside, other=0.0) * LOG2_E
-    )
+    at = of_all.to(tl.int64) * length + queries
+    lse2 = tl.load(lse_ptr + at, mask=inside, other=0.0) * LOG2_E
     delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), axis=1)
     row = rows_ptr + of_all.to(tl.int64) * 2 * room + queries  # zeros past the sequence's end
     tl.store(row, lse2, mask=queries < room)
@@ -132,10 +133,8 @@ def _keys_kernel(
 
     Past the sequence's end queries and gradients are zeros, of which nothing comes.
     """
-    tiles = tl.cdiv(length, BLOCK_K)
-    of_all, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_K
-    sequence, head = of_all // HEADS, of_all % HEADS
-    column = head * WIDTH
+    of_all, sequence, head, number = place_of_program(length, HEADS, BLOCK_K)
+    first, column = number * BLOCK_K, head * WIDTH
     keys = first + tl.arange(0, BLOCK_K)
     inside = (keys < length)[:, None]
 
@@ -171,9 +170,8 @@ def _launch(
     scale = width**-0.5
     packed, dy = (tensor.view(sequences, length, -1) for tensor in (qkv, dout))
     room = triton.cdiv(length, 4) * 4  # the copy engine counts rows in 16 bytes
-    rows = lse.new_empty(
-        2 * sequences * heads, room
-    )  # of each head: lse2, the lse to base 2, and delta
+    # of each head: the lse to base 2, and delta
+    rows = lse.new_empty(2 * sequences * heads, room)
     of_heads = (length, scale * LOG2_E.value, scale, heads, width)
 
     def tiles(tensor: Tensor, block: int) -> TensorDescriptor:

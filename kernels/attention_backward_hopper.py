@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tinyllm.kernels import attention_hopper as common
 from tinyllm.kernels import hopper
+from tinyllm.kernels.constants import LOG2_E
 
 PROGRAMS = 2
 """On a multiprocessor."""
@@ -51,7 +52,6 @@ def _produce_for_queries(work, rings, signals, inputs, HEADS: gl.constexpr):
     qkv_desc, dy_desc, y_desc, lse_desc = inputs
     items, tiles, _length = work
     left, right, lses = rings
-    WIDTH: gl.constexpr = HEADS * common.TILE
     unit = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         head, sequence, column, number = common.locate(item, tiles, HEADS)
@@ -64,12 +64,9 @@ def _produce_for_queries(work, rings, signals, inputs, HEADS: gl.constexpr):
         common.fetch(y_desc, [sequence, at, column], barrier, left, slot)
         common.fetch(lse_desc, [head, at], barrier, lses, slot)
         unit += 2
-        for other in range(own + 1):
-            at = (own if other == 0 else other - 1) * common.TILE
-            slot, barrier = common.acquire(signals, unit, 2 * common.TILE_BYTES)
-            common.fetch(qkv_desc, [sequence, at, column + WIDTH], barrier, left, slot)
-            common.fetch(qkv_desc, [sequence, at, column + 2 * WIDTH], barrier, right, slot)
-            unit += 1
+        unit = common.fetch_keys(
+            qkv_desc, sequence, column, own, unit, rings, signals, HEADS * common.TILE
+        )
 
 
 @gluon.jit
@@ -105,7 +102,7 @@ def _consume_for_queries(work, rings, signals, out, results, HEADS: gl.constexpr
         dy = common.tile(right, slot).load(common.FACTOR)
         slot = common.wait_for(signals, unit + 1)
         y = common.tile(left, slot).load(common.FACTOR)
-        lse2 = common.row(lses, slot, common.ROW) * common.LOG2_E
+        lse2 = common.row(lses, slot, common.ROW) * LOG2_E
         delta = gl.convert_layout(gl.sum(dy.to(gl.float32) * y.to(gl.float32), 1), common.ROW)
         token = own * common.TILE + gl.arange(0, common.TILE, common.ROW)
         row = rows_ptr + head.to(gl.int64) * 2 * length + token
@@ -261,11 +258,10 @@ def backward(
         for tensor in (qkv, dout, out.transpose(1, 2), dqkv)
     )
     programs, items, tiles = common.dealt(sequences * heads, length, PROGRAMS, qkv.device)
-    rows = lse.new_empty(
-        2 * sequences * heads, length
-    )  # of each head: lse2, the lse to base 2, and delta
+    # of each head: the lse to base 2, and delta
+    rows = lse.new_empty(2 * sequences * heads, length)
     scale = width**-0.5
-    of_all = (items, tiles, length, scale * common.LOG2_E.value, scale, heads, common.SLOTS)
+    of_all = (items, tiles, length, scale * LOG2_E.value, scale, heads, common.SLOTS)
     queries_kernel[(programs,)](
         *(packed, dy, y, common.rows_of(lse.view(-1, length)), gradient, rows, cos, sin, *of_all),
         **common.options(PROGRAMS),

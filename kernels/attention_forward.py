@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tinyllm.kernels import attention_forward_hopper, attention_hopper
-from tinyllm.kernels.attention_hopper import LOG2_E
+from tinyllm.kernels.constants import LOG2_E
 from tinyllm.kernels.operation import Operation
 
 BLOCK_Q = BLOCK_K = 64
@@ -31,6 +31,22 @@ def blocks(width: int) -> dict[str, int]:
     return {"BLOCK_Q": BLOCK_Q, "BLOCK_K": BLOCK_K, "STAGES": stages, "num_warps": warps}
 
 
+def scores_of(
+    qkv: Tensor, out: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values ``[N, H, T, K]``, and scores ``[N, H, T, T]``, −∞ ahead of a token.
+
+    Args:
+        qkv: ``[W, M, 3·C]``.
+        out: ``[N, H, T, K]``, of which only the shape is used.
+        dtype: Of the results.
+    """
+    sequences, heads, length, width = out.shape
+    q, k, v = qkv.view(sequences, length, 3, heads, width).permute(2, 0, 3, 1, 4).to(dtype)
+    ahead = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    return q, k, v, (q @ k.transpose(-1, -2) * width**-0.5).masked_fill(ahead, -math.inf)
+
+
 def _attention_forward(qkv: Tensor, out: Tensor, lse: Tensor) -> None:
     """Attention of each token to itself and those before it.
 
@@ -39,10 +55,7 @@ def _attention_forward(qkv: Tensor, out: Tensor, lse: Tensor) -> None:
         out: ``[N, H, T, K]`` compute dtype, in memory as ``[N, T, H, K]``, takes the result.
         lse: ``[N, H, T, 1]`` stream dtype, takes logarithms of the sums of rows' exponentials.
     """
-    sequences, heads, length, width = out.shape
-    q, k, v = qkv.view(sequences, length, 3, heads, width).permute(2, 0, 3, 1, 4).to(lse.dtype)
-    ahead = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    scores = (q @ k.transpose(-1, -2) * width**-0.5).masked_fill(ahead, -math.inf)
+    _, _, v, scores = scores_of(qkv, out, lse.dtype)
     torch.logsumexp(scores, -1, keepdim=True, out=lse)
     p = (scores - lse).exp().to(qkv.dtype).to(lse.dtype)  # as the tensor cores take them
     out.copy_(p @ v)
@@ -62,16 +75,22 @@ def offsets_of(sequence, tokens, length, stride, column, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def place_of_program(length, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """A program's head among those of all sequences, its sequence, its head there, its block."""
+    tiles = tl.cdiv(length, BLOCK)
+    of_all = tl.program_id(0) // tiles
+    return of_all, of_all // HEADS, of_all % HEADS, tl.program_id(0) % tiles
+
+
+@triton.jit
 def _forward_kernel(
     qkv_ptr, keys_desc, y_ptr, lse_ptr, length, factor,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program: BLOCK_Q queries of a head; keys pass by, the nearest ones last."""
-    tiles = tl.cdiv(length, BLOCK_Q)
-    of_all, number = tl.program_id(0) // tiles, tl.program_id(0) % tiles  # heads
-    sequence, head = of_all // HEADS, of_all % HEADS
-    first = (tiles - 1 - number) * BLOCK_Q  # those with most to do begin
+    of_all, sequence, head, number = place_of_program(length, HEADS, BLOCK_Q)
+    first = (tl.cdiv(length, BLOCK_Q) - 1 - number) * BLOCK_Q  # those with most to do begin
     column, value_column = (HEADS + head) * WIDTH, (2 * HEADS + head) * WIDTH
     queries = first + tl.arange(0, BLOCK_Q)
     inside = queries < length

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tinyllm.kernels import attention_hopper as common
 from tinyllm.kernels import hopper
+from tinyllm.kernels.constants import LOG2_E
 
 PROGRAMS = 3
 """On a multiprocessor."""
@@ -28,21 +29,16 @@ PROGRAMS = 3
 def _produce(work, rings, signals, qkv_desc, HEADS: gl.constexpr):
     """Queries of a tile, then keys and values, its own first."""
     items, tiles, _length = work
-    left, right = rings
-    WIDTH: gl.constexpr = HEADS * common.TILE
     unit = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         _head, sequence, column, number = common.locate(item, tiles, HEADS)
         own = tiles - 1 - number  # those with most to do begin
         slot, barrier = common.acquire(signals, unit, common.TILE_BYTES)
-        common.fetch(qkv_desc, [sequence, own * common.TILE, column], barrier, left, slot)
+        common.fetch(qkv_desc, [sequence, own * common.TILE, column], barrier, rings[0], slot)
         unit += 1
-        for other in range(own + 1):
-            at = (own if other == 0 else other - 1) * common.TILE
-            slot, barrier = common.acquire(signals, unit, 2 * common.TILE_BYTES)
-            common.fetch(qkv_desc, [sequence, at, column + WIDTH], barrier, left, slot)
-            common.fetch(qkv_desc, [sequence, at, column + 2 * WIDTH], barrier, right, slot)
-            unit += 1
+        unit = common.fetch_keys(
+            qkv_desc, sequence, column, own, unit, rings, signals, HEADS * common.TILE
+        )
 
 
 @gluon.jit
@@ -85,7 +81,7 @@ def _consume(work, rings, signals, out, y_desc, lse_ptr, factor, HEADS: gl.const
             slot = following
         sums = warpgroup_mma(p, common.tile(right, slot), warpgroup_mma_init(y), is_async=True)
         token = own * common.TILE + gl.arange(0, common.TILE, common.ROW)
-        lse = (largest + gl.log2(total)) / common.LOG2_E
+        lse = (largest + gl.log2(total)) / LOG2_E
         gl.store(lse_ptr + head.to(gl.int64) * length + token, lse, mask=token < length)
         y = warpgroup_mma_wait(0, deps=(sums,))
         common.release(signals, unit)
@@ -121,7 +117,7 @@ def forward(qkv: Tensor, out: Tensor, lse: Tensor) -> None:
     programs, items, tiles = common.dealt(sequences * heads, length, PROGRAMS, qkv.device)
     kernel[(programs,)](
         *(common.tiles_of(packed), common.tiles_of(y), lse, items, tiles, length),
-        width**-0.5 * common.LOG2_E.value,
+        width**-0.5 * LOG2_E.value,
         HEADS=heads,
         SLOTS=common.SLOTS,
         **common.options(PROGRAMS),

@@ -29,10 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tinyllm.kernels.hopper import runs_on
+
 TILE = gl.constexpr(64)
 """Tokens of a tile, and a head's width."""
-
-LOG2_E = gl.constexpr(math.log2(math.e))
 
 TILE_BYTES = gl.constexpr(TILE.value * TILE.value * 2)
 ROW_BYTES = gl.constexpr(TILE.value * 4)
@@ -57,13 +57,8 @@ SLOTS = 4
 
 def fits(qkv: Tensor, width: int, length: int) -> bool:
     """Whether attention of heads as wide over so many tokens can run here."""
-    return (
-        qkv.is_cuda
-        and qkv.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(qkv.device) == (9, 0)
-        and width == TILE.value
-        and length % 4 == 0  # the copy engine counts rows in 16 bytes
-    )
+    # the copy engine counts rows in 16 bytes
+    return runs_on(qkv) and width == TILE.value and length % 4 == 0
 
 
 # --- launching ------------------------------------------------------------------------------------
@@ -173,6 +168,18 @@ def release(signals, unit):
 def fetch(desc, coordinates, barrier, ring, slot):
     """Begins to copy a tile, or numbers of its tokens, to a slot; the barrier is told."""
     tma.async_copy_global_to_shared(desc, coordinates, barrier, ring.index(slot))
+
+
+@gluon.jit
+def fetch_keys(qkv_desc, sequence, column, own, unit, rings, signals, WIDTH: gl.constexpr):
+    """Keys and values of a tile and of those before it, the tile's own first; the next unit."""
+    for other in range(own + 1):
+        at = (own if other == 0 else other - 1) * TILE
+        slot, barrier = acquire(signals, unit, 2 * TILE_BYTES)
+        fetch(qkv_desc, [sequence, at, column + WIDTH], barrier, rings[0], slot)
+        fetch(qkv_desc, [sequence, at, column + 2 * WIDTH], barrier, rings[1], slot)
+        unit += 1
+    return unit
 
 
 # --- tiles ----------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tinyllm.kernels import head_hopper
+from tinyllm.kernels.constants import LOG2_E
 from tinyllm.kernels.hopper import columns_of, fits
 from tinyllm.kernels.operation import Operation
 
@@ -46,8 +47,6 @@ embedding would overflow, or lose digits as subnormal numbers."""
 
 FINISHED_ROWS = 16
 """Rows behind one entry of the tally."""
-
-_LOG2_E = 1.4426950408889634
 
 
 def tiles(vocab: int, width: int) -> int:
@@ -100,7 +99,6 @@ def _exponentials_kernel(
     PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    LOG2_E: tl.constexpr = 1.4426950408889634
     HALF: tl.constexpr = BLOCK_N // 2
     for tile in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=FLATTEN):
         worker = tile // (tiles_m * tiles_n)
@@ -132,7 +130,7 @@ def _launch_exponentials(h: Tensor, embedding: Tensor, exps: Tensor, sums: Tenso
     workers, rows, width = h.shape
     vocab, columns = embedding.shape[1], columns_of(width)
     if fits(h):
-        head_hopper.exponentials(h, embedding, exps, sums, OFFSET * _LOG2_E)
+        head_hopper.exponentials(h, embedding, exps, sums, OFFSET * LOG2_E.value)
         return
     block_m, block_k = 128, 64
     tiles_m, tiles_n = triton.cdiv(rows, block_m), tiles(vocab, width)
@@ -148,7 +146,7 @@ def _launch_exponentials(h: Tensor, embedding: Tensor, exps: Tensor, sums: Tenso
         tiles_m,
         tiles_n,
         num_tiles,
-        OFFSET_LOG2=OFFSET * _LOG2_E,
+        OFFSET_LOG2=OFFSET * LOG2_E.value,
         C=width,
         MASKED=vocab % columns != 0,
         BLOCK_M=block_m,
@@ -243,7 +241,6 @@ def _finish_kernel(
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    LOG2_E: tl.constexpr = 1.4426950408889634
     worker = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = m < M

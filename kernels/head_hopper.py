@@ -8,13 +8,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tinyllm.kernels import hopper
+from tinyllm.kernels.constants import LOG2_E
 
 
 @gluon.jit
 def finish_exponentials(z, worker, row, tile_n, tiles_n, outputs, buffers, extra):
     """Stores exp2(z · log2 e − offset), zero beyond the vocabulary, and its sums of rows."""
     sums, offset_log2, rows, vocab, masked = extra
-    LOG2_E: gl.constexpr = 1.4426950408889634
     COLUMNS: gl.constexpr = z.shape[1]
     pieces = hopper.parts(z)
     PART: gl.constexpr = pieces[0].shape[1]

@@ -53,15 +53,18 @@ def columns_of(width: int) -> int:
     return 256 if width <= 320 else 128
 
 
-def fits(x: Tensor) -> bool:
-    """Whether products can run where ``x`` lies, and with inputs as wide."""
+def runs_on(x: Tensor) -> bool:
+    """Whether kernels for Hopper GPUs can take a tensor where it lies."""
     return (
         x.dtype == torch.bfloat16
         and x.is_cuda
         and torch.cuda.get_device_capability(x.device) == (9, 0)
-        and x.shape[-1] % DEPTH == 0
-        and _room(x.shape[-1]) >= 8 * _SLICE_BYTES
     )
+
+
+def fits(x: Tensor) -> bool:
+    """Whether products can run where ``x`` lies, and with inputs as wide."""
+    return runs_on(x) and x.shape[-1] % DEPTH == 0 and _room(x.shape[-1]) >= 8 * _SLICE_BYTES
 
 
 def _room(width: int) -> int:

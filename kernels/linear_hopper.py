@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tinyllm.kernels import hopper
+from tinyllm.kernels.constants import LOG2_E
 
 _ENOUGH_ROWS, _ENOUGH_WIDE_ROWS = 4_096, 16_384
 """Of all workers, for narrow and for wide layers: with fewer, fetching weights takes too long."""
@@ -76,7 +77,7 @@ def finish_swiglu(z, worker, row, tile_n, tiles_n, outputs, buffers, extra):
         up = pieces[PARTS + number]
         hopper.send(gate, outputs[0], [worker, row, column], buffers, 3 * number)
         hopper.send(up, outputs[0], [worker, row, up_at + column], buffers, 3 * number + 1)
-        activated = gate * up / (1.0 + gl.exp2(gate * -1.4426950408889634))
+        activated = gate * up / (1.0 + gl.exp2(gate * -LOG2_E))
         hopper.send(activated, outputs[1], [worker, row, column], buffers, 3 * number + 2)
 
 
