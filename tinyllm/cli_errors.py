@@ -77,8 +77,7 @@ class SuggestionsMixin:
         parser: Any = getattr(ex, "subcommand_parser", None) or self
         prog = parser.prog.replace(" [options]", "")
         if match := _BAD_OPTION.fullmatch(message):  # of a function, which has no parser of its own
-            bad = match["option"]
-            message = f"unknown key {bad!r}{_hint(bad, _known_keys(parser))}"
+            message = _unknown(match["option"], parser)
         file = _FILE.get() or _file_with(message)
         message = f"{file}: {message}" if file else message
         sys.stderr.write(f"{prog}: error: {message}\n(`{prog} --help` lists what is accepted)\n")
@@ -159,8 +158,13 @@ def _explained(message: str, parser: Any) -> str:
     if match := _BAD_KEY.search(message):
         option = ".".join(filter(None, (match["group"], match["option"])))
         bad = match["flag"] or match["key"] or option
-        return f"unknown key {bad!r}{_hint(bad, _known_keys(parser))}"
+        return _unknown(bad, parser)
     return message
+
+
+def _unknown(key: str, parser: Any) -> str:
+    """That no option takes a key, with the nearest that there is."""
+    return f"unknown key {key!r}{_hint(key, _known_keys(parser))}"
 
 
 def _file_with(message: str) -> Path | None:

@@ -82,9 +82,6 @@ class DeviceRows:
         # A tensor, with which int16 & int64 is one operation that gives int64.
         self._bit_mask = torch.tensor([0xFFFFFFFF if wide else 0xFFFF], device=device)
         self._context = context
-        # At small batches each operation takes a hundredth of an update.
-        has_full_rows = len(stream) > context
-        self._full_rows = self._tokens.unfold(0, context + 1, context) if has_full_rows else None
         self._offsets = torch.arange(context + 1, device=device)
 
     def __call__(self, rows: Tensor, full: bool) -> Tensor:
@@ -95,8 +92,10 @@ class DeviceRows:
             full: Whether every one is a full row, so that there is nothing to ignore. The host
                 knows this without asking the device.
         """
-        if full and self._full_rows is not None:
-            return self._full_rows.index_select(0, rows) & self._bit_mask
+        if full:
+            # At small batches each operation on the device takes a hundredth of an update.
+            all_rows = self._tokens.unfold(0, self._context + 1, self._context)
+            return all_rows.index_select(0, rows) & self._bit_mask
         positions = rows[:, None] * self._context + self._offsets
         last = len(self._tokens) - 1
         is_token = (rows[:, None] != PADDING_ROW) & (positions <= last)
