@@ -5,7 +5,12 @@ reference in the same dtypes, and the reference in float64, the oracle. The kern
 exceed the plain error only by what another order of fp32 operations explains.
 """
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +32,17 @@ INTERPRETED_LOW = torch.float16
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled where there is a GPU: see gpu tests"
 )
+
+
+def compiled_by(script: str, cases: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """What a script beside this one says of each case, in a process in which Triton compiles."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    file = Path(__file__).with_name(script)
+    command = [sys.executable, str(file), *(",".join(map(str, case)) for case in cases)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
 
 
 def normal(

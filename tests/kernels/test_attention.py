@@ -1,10 +1,5 @@
 """Attention and its gradients, against PyTorch's and autograd's."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +14,14 @@ from tinyllm.kernels.attention_backward import attention_backward
 from tinyllm.kernels.attention_forward import attention_forward
 from tinyllm.kernels.attention_hopper import even_programs
 
-from .checks import INTERPRETED_LOW, assert_accurate, interpreted, normal, poisoned
+from .checks import (
+    INTERPRETED_LOW,
+    assert_accurate,
+    compiled_by,
+    interpreted,
+    normal,
+    poisoned,
+)
 
 SHAPES = [(1, 2, 7, 1, 4), (2, 3, 5, 3, 64), (3, 1, 16, 2, 128)]
 """W, B, T, H, K."""
@@ -124,17 +126,17 @@ BLOCKED = [
 """Shapes, and how many queries and keys a block has."""
 
 
+@pytest.fixture(params=BLOCKED, ids=str)
+def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
+    """A shape, where blocks are as large as it wants them."""
+    of_tensors, queries, keys = request.param
+    blocks(monkeypatch, queries, keys)
+    return of_tensors  # type: ignore[no-any-return]
+
+
 @interpreted
 @pytest.mark.parametrize("low", [torch.float32, INTERPRETED_LOW])
-@pytest.mark.parametrize(("shape", "queries", "keys"), BLOCKED)
-def test_forward_kernel(
-    shape: tuple[int, ...],
-    queries: int,
-    keys: int,
-    low: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    blocks(monkeypatch, queries, keys)
+def test_forward_kernel(shape: tuple[int, ...], low: torch.dtype) -> None:
     workers, batch, length, heads, size = shape
     qkv = normal(workers, batch * length, 3 * heads * size, dtype=low)
     qkv[0, 0] *= 40  # a key that all others vanish beside
@@ -150,15 +152,7 @@ def test_forward_kernel(
 
 @interpreted
 @pytest.mark.parametrize("low", [torch.float32, INTERPRETED_LOW])
-@pytest.mark.parametrize(("shape", "queries", "keys"), BLOCKED)
-def test_backward_kernels(
-    shape: tuple[int, ...],
-    queries: int,
-    keys: int,
-    low: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    blocks(monkeypatch, queries, keys)
+def test_backward_kernels(shape: tuple[int, ...], low: torch.dtype) -> None:
     arguments = backward_arguments(*shape, low=low)
     assert_accurate(attention_backward, arguments, lambda *args: {"dqkv": args[-1]}, terms=shape[2])
 
@@ -193,15 +187,15 @@ CASES = [*((name, width) for name in KERNELS for width in (64, 128))]
 CASES += [(f"{name}_hopper", 64) for name in KERNELS]
 
 
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Any]:
+    return compiled_by("compile_attention.py", CASES)
+
+
 @pytest.mark.parametrize(("name", "width"), CASES)
-def test_compiles_for_hopper(name: str, width: int) -> None:
+def test_compiles_for_hopper(compiled: dict[str, Any], name: str, width: int) -> None:
     """As it is on a GPU: the tensor cores do not wait within a product of tiles; nothing spills."""
-    script = Path(__file__).with_name("compile_attention.py")
-    command = [sys.executable, str(script), f"{name},{width}"]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    (kernel,) = json.loads(run.stdout).values()
+    kernel = compiled[f"{name},{width}"]
     assert 0 < kernel["products_waited_for"] <= kernel["products"] // 4
     assert kernel["spills"] == 0
     assert kernel["shared_bytes"] + 1_024 <= 228 * 1024 // kernel["programs"]

@@ -1,16 +1,13 @@
 """Hopper kernels cannot be interpreted: here they are compiled, and their schedule is checked."""
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tinyllm.kernels.hopper import schedule
+
+from .checks import compiled_by
 
 CASES = [
     (name, width, rows, vocab)
@@ -52,14 +49,7 @@ def test_few_products_are_not_dealt_out() -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Any]:
-    """What ``compile_hopper.py`` says, in a process in which Triton compiles."""
-    script = Path(__file__).with_name("compile_hopper.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(script), *(",".join(map(str, case)) for case in CASES)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
+    return compiled_by("compile_hopper.py", CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
