@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from tinyllm.callbacks.window_meter import WindowMeter
@@ -28,8 +29,8 @@ class ThroughputWindows(Callback):
     clock (after 1, 2, 4, 8 … updates) and around a validation, and at no other time.
 
     Tokens are the targets of the global batch, of all workers, ranks and accumulated batches;
-    padding (-100) is none. They are counted on the device. With many ranks a window lasts as long
-    as on the slowest.
+    padding (-100) is none. They are counted on the device, beside its update. With many ranks a
+    window lasts as long as on the slowest.
 
     Files, in ``folder``: ``throughput.csv`` with a row for each window (``updates``, ``tokens``,
     ``seconds``, ``tokens_per_second``), and ``timing.json`` with
@@ -78,6 +79,8 @@ class ThroughputWindows(Callback):
         self._started: float | None = time.perf_counter()
         self._updates = self._first_update = 0
         self._tokens: Tensor | None = None
+        self._counting: torch.cuda.Stream | None = None
+        self._uncounted: Any = None
         self.meter = WindowMeter(*self._plan)
 
     def count_tokens(self, batch: Any) -> Tensor:
@@ -108,7 +111,32 @@ class ThroughputWindows(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._updates = self._first_update = trainer.global_step
-        self._tokens = torch.zeros((), dtype=torch.int64, device=trainer.strategy.root_device)
+        device = trainer.strategy.root_device
+        self._tokens = torch.zeros((), dtype=torch.int64, device=device)
+        self._counting = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._uncounted = batch if self.meter.warm and not self.meter.done else None
+
+    @override
+    def on_before_zero_grad(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        # The batch has been used, and the update that follows hides what would be a hundredth of a
+        # small one. The other stream is waited for before anybody can write into the batch.
+        if self._counting is not None:
+            self._counting.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._counting):
+                self._count()
+
+    def _count(self) -> None:
+        if self._uncounted is not None:
+            assert self._tokens is not None
+            self._tokens += self.count_tokens(self._uncounted)
+            self._uncounted = None
 
     @override
     def on_train_batch_end(
@@ -122,9 +150,9 @@ class ThroughputWindows(Callback):
         meter = self.meter
         if meter.done:
             return
-        if meter.warm:
-            assert self._tokens is not None
-            self._tokens += self.count_tokens(batch)
+        if self._counting is not None:
+            torch.cuda.current_stream().wait_stream(self._counting)
+        self._count()  # where no gradients were zeroed
         if trainer.global_step == self._updates:
             return  # the batch is a part of an update
         if self._hold and self._updates == self._first_update:
@@ -192,7 +220,7 @@ class ThroughputWindows(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._tokens = self._started = None
+        self._tokens = self._started = self._counting = self._uncounted = None
 
     def _write(self, trainer: Trainer) -> None:
         if not trainer.is_global_zero:

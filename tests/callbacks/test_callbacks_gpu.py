@@ -107,6 +107,60 @@ def test_nothing_waits_between_edges(
         assert 1e6 < phases[phase]["peak_allocated_bytes"] <= phases[phase]["peak_reserved_bytes"]
 
 
+class OneBuffer:
+    """Gives batches in the same memory, each as soon as the one before has been asked for."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows, self._buffer = rows, torch.empty_like(rows[0])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for rows in self._rows:
+            yield self._buffer.copy_(rows)
+
+
+class Behind(Callback):
+    """The device has always more to do than the host."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        torch.cuda._sleep(1_000_000)
+
+
+@pytest.mark.parametrize("strategy", ["auto", DecentralizedStrategy(4)])
+def test_tokens_are_counted_before_their_memory_is_used_again(
+    tmp_path: Path, strategy: Any
+) -> None:
+    rows = torch.randint(512, (UPDATES, 4, 129), device="cuda")
+    for number, batch in enumerate(rows):
+        batch[:, 1 : 1 + number] = -100
+    windows = ThroughputWindows(
+        tmp_path,
+        warmup_updates=WARMUP,
+        windows=3,
+        updates_per_window=PER_WINDOW,
+        window_seconds=1e-9,
+    )
+    trainer = Trainer(
+        accelerator="gpu",
+        devices=1,
+        strategy=strategy,
+        precision="bf16-mixed",
+        max_steps=UPDATES,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Behind(), windows],
+    )
+    trainer.fit(TinyLLM(config=CONFIG), OneBuffer(rows))
+    targets = (rows[:, :, 1:] != -100).sum((1, 2))[WARMUP:].tolist()
+    expected = [sum(targets[start : start + PER_WINDOW]) for start in (0, 10, 20)]
+    assert [window.tokens for window in windows.meter.windows] == expected
+
+
 def test_a_graph_s_pool_is_in_the_reserved_peak_and_not_in_the_allocated() -> None:
     """PITFALL: memory of a replayed graph is missed by the figure for tensors."""
     device = torch.device("cuda", 0)
