@@ -5,12 +5,13 @@ from typing import Any, Literal
 
 import lightning
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from tinyllm.arguments import check_choice
 from tinyllm.data.cache import TokenCache
 from tinyllm.data.loader import TokenLoader
 from tinyllm.data.manifest import SPLITS, Split
-from tinyllm.data.resume import finish_restored_epoch
+from tinyllm.data.resume import repair_restored_epoch
 from tinyllm.data.stream import TokenStream
 from tinyllm.data.tokenizer import Tokenizer
 
@@ -86,8 +87,9 @@ class TokenDataModule(lightning.LightningDataModule):
         self._streams = {
             name: cache.split(name) for name in SPLITS if name in cache.manifest.splits
         }
-        self._train_loader = None
-        self._restored_position = None
+        if stage == "fit":  # after it, a checkpoint still holds where the fit has come to
+            self._train_loader = None
+            self._restored_position = None
 
     def state_dict(self) -> dict[str, Any]:
         """The training loader's position and the tokenizer, for the checkpoint."""
@@ -113,14 +115,14 @@ class TokenDataModule(lightning.LightningDataModule):
                 "model's own tokenizer: `tinyllm prepare --tokenizer` takes the cache that it was "
                 "trained on, or tokenizer.json of `tinyllm export CHECKPOINT --to hf DIR`"
             )
-        if "train" not in state:
+        if "train" not in state or (self.trainer and self.trainer.state.fn != TrainerFn.FITTING):
             return
         if self._train_loader is None:
             self._restored_position = state["train"]
         else:
             self._train_loader.load_state_dict(state["train"])
         if self.trainer is not None:
-            finish_restored_epoch(self.trainer)
+            repair_restored_epoch(self.trainer)
 
     def train_dataloader(self) -> TokenLoader:
         """Shuffled rows of the train split; `batch_size` of them make one update."""

@@ -1,9 +1,13 @@
-"""A repair of how Lightning 2.6 resumes from the end of an epoch.
+"""Repairs of how Lightning 2.6 resumes, by moving a checkpoint's counters.
 
-Its epoch loop, restored with all batches of an epoch done, waits for a validation even if none
-comes and meanwhile trains one batch of the next epoch; then it starts that epoch anew. Under
-`max_steps` the run so skips the rest of an epoch. Here the checkpoint's counters are moved on to
-where the uninterrupted run stands before its next batch: at the start of the next epoch.
+At the end of an epoch: the epoch loop, restored with all batches done, waits for a validation even
+if none comes and meanwhile trains one batch of the next epoch; then it starts that epoch anew.
+Under `max_steps` the run so skips the rest of an epoch. The counters are moved on to where the
+uninterrupted run stands before its next batch: at the start of the next epoch.
+
+In the middle of an epoch: what ends a run there in good order (`max_steps`, `max_time`, early
+stopping) counts the epoch as completed, and the resumed run has one epoch less. The counters are
+moved back to where an interrupted run stands: in that epoch.
 """
 
 from typing import Any
@@ -11,13 +15,17 @@ from typing import Any
 import lightning
 
 
-def finish_restored_epoch(trainer: lightning.Trainer) -> None:
+def repair_restored_epoch(trainer: lightning.Trainer) -> None:
     """Correct the loop counters of a checkpoint that is being restored; call before they are."""
     loops = trainer._checkpoint_connector._loaded_checkpoint.get("loops")
     if not loops:
         return
     state = loops["fit_loop"]
     batches, epochs = state["epoch_loop.batch_progress"], state["epoch_progress"]
+    is_inside = batches["current"]["ready"] and not batches["is_last_batch"]
+    if is_inside and epochs["current"]["completed"] == epochs["current"]["started"]:
+        for count in (epochs["total"], epochs["current"]):
+            count["processed"] = count["completed"] = count["started"] - 1
     is_at_end = (
         batches["is_last_batch"] and batches["current"]["completed"] == batches["current"]["ready"]
     )

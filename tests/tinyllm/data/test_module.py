@@ -147,6 +147,40 @@ def test_pitfall_4_resume_a_run_that_ended_with_an_epoch(
     assert trainer.current_epoch == uninterrupted.current_epoch
 
 
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("stop", [2, BATCHES + 1])
+def test_resume_a_run_that_ended_inside_an_epoch(
+    cache: Path, tmp_path: Path, stop: int, every: int
+) -> None:
+    """No epoch is lost, and no validation."""
+    options: dict[str, Any] = {"limit_val_batches": 1.0, "check_val_every_n_epoch": every}
+    expected, uninterrupted = run(cache, tmp_path, max_epochs=4, **options)
+    first, trainer = run(cache, tmp_path, max_epochs=4, max_steps=stop, **options)
+    trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    validated: list[int] = []
+    log = lightning.pytorch.callbacks.LambdaCallback(
+        on_validation_end=lambda trainer, _: validated.append(trainer.global_step)
+    )
+    path = tmp_path / "stop.ckpt"
+    rest, trainer = run(cache, tmp_path, path, max_epochs=4, callbacks=[log], **options)
+    torch.testing.assert_close(torch.stack(first + rest), torch.stack(expected))
+    assert trainer.current_epoch == uninterrupted.current_epoch == 4
+    ends = range(every * BATCHES, 4 * BATCHES + 1, every * BATCHES)
+    assert validated == [end for end in ends if end > stop]
+
+
+def test_a_checkpoint_after_a_validation_holds_where_the_fit_has_come_to(
+    cache: Path, tmp_path: Path
+) -> None:
+    expected, _ = run(cache, tmp_path, max_steps=STEPS)
+    module, trainer = Recorder(), new_trainer(tmp_path, max_steps=3, limit_val_batches=1.0)
+    trainer.fit(module, datamodule=new_data(cache))
+    trainer.validate(module, datamodule=trainer.datamodule, verbose=False)
+    trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    rest, _ = run(cache, tmp_path, tmp_path / "stop.ckpt", max_steps=STEPS)
+    torch.testing.assert_close(torch.stack(module.train_batches + rest), torch.stack(expected))
+
+
 EPOCH_END: dict[str, Any] = {"every_n_epochs": 1, "save_on_train_epoch_end": True}
 VALIDATION_END: dict[str, Any] = {"every_n_epochs": 1, "save_on_train_epoch_end": False}
 MOMENTS: dict[str, tuple[dict[str, Any], bool]] = {
