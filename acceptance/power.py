@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(400)
+_LEAST_SEEDS = 3  # as in every protocol
 _MOST_SEEDS = 100_000  # a search that gets here has no practical answer
 
 
@@ -29,11 +30,9 @@ def student_t_cdf(value: float, degrees: int) -> float:
     angle = math.atan(value / math.sqrt(degrees))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = degrees % 2
-    term = cosine if odd else 1.0
-    series = 0.0 if degrees == 1 else term
-    for k in range(2 + odd, degrees - 1, 2):
-        term *= (k - 1) / k * cosine * cosine
-        series += term
+    k = np.arange(2 + odd, degrees - 1, 2)
+    later_terms = float(np.cumprod((k - 1) / k * cosine * cosine).sum())
+    series = 0.0 if degrees == 1 else (cosine if odd else 1.0) * (1 + later_terms)
     inside = 2 / math.pi * (angle + sine * series) if odd else sine * series
     return (1 + inside) / 2
 
@@ -95,9 +94,8 @@ def seeds_needed(
     margin: float,
     confidence: float = 0.95,
     power: float = 0.9,
-    at_least: int = 3,
 ) -> int:
-    """The smallest number of seeds with which a truly equal candidate passes often enough.
+    """The smallest number of seeds, from 3, with which a truly equal candidate passes often enough.
 
     Each number of seeds is judged with the t quantile that belongs to it.
 
@@ -106,7 +104,6 @@ def seeds_needed(
         margin: What the upper bound must stay below, in nats.
         confidence: Of the one-sided bound.
         power: Probability of passing that is asked for.
-        at_least: The search starts here.
 
     Raises:
         ValueError: If no practical number of seeds reaches this probability.
@@ -115,13 +112,15 @@ def seeds_needed(
         raise ValueError(f"the margin must be above 0, not {margin}")
     # The normal approximation never asks for more than Student's t does.
     normal = NormalDist()
-    least = ((normal.inv_cdf(confidence) + normal.inv_cdf(power)) * paired_sd / margin) ** 2
+    # below 0 where even a margin of 0 is passed often enough
+    quantiles = max(0.0, normal.inv_cdf(confidence) + normal.inv_cdf(power))
+    least = (quantiles * paired_sd / margin) ** 2
     if least > _MOST_SEEDS:
         raise ValueError(
             f"a paired sd of {paired_sd:g} nats is too wide for a margin of {margin:g}: about "
             f"{least:.2g} seeds would be needed"
         )
-    seeds = max(at_least, math.floor(0.9 * least), 2)
+    seeds = max(_LEAST_SEEDS, math.ceil(least))
     while (
         pass_probability(
             paired_sd,

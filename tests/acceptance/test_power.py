@@ -75,11 +75,36 @@ def test_at_a_margin_of_zero_the_bound_errs_as_often_as_it_says() -> None:
 
 
 @pytest.mark.parametrize("paired_sd", [0.0, 0.001, 0.0024, 0.0055, 0.0076, 0.02])
-def test_seeds_needed_is_the_smallest_number(paired_sd: float) -> None:
-    seeds = seeds_needed(paired_sd, margin=0.005)
-    assert pass_probability(paired_sd, seeds=seeds, margin=0.005) >= 0.9
-    if seeds > 3:
-        assert pass_probability(paired_sd, seeds=seeds - 1, margin=0.005) < 0.9
+@pytest.mark.parametrize(("confidence", "power"), [(0.95, 0.9), (0.9, 0.5), (0.99, 0.99)])
+def test_seeds_needed_is_the_smallest_number(
+    paired_sd: float, confidence: float, power: float
+) -> None:
+    def chance(seeds: int) -> float:
+        quantile = student_t_quantile(confidence, seeds - 1)
+        return pass_probability(paired_sd, seeds=seeds, margin=0.005, t_quantile=quantile)
+
+    seeds = seeds_needed(paired_sd, margin=0.005, confidence=confidence, power=power)
+    assert chance(seeds) >= power
+    assert all(chance(fewer) < power for fewer in range(3, seeds))
+
+
+def test_the_least_number_is_enough_where_any_number_passes_often_enough() -> None:
+    # an equal candidate passes a margin of 0 in 5 cases of 100, and this one more often
+    assert seeds_needed(0.06, margin=0.005, power=0.01) == 3
+
+
+def test_a_wide_spread_is_found_within_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step costs as much as there are seeds, so steps are counted, not seconds."""
+    steps = []
+
+    def counted(probability: float, degrees: int) -> float:
+        steps.append(degrees)
+        return student_t_quantile(probability, degrees)
+
+    monkeypatch.setattr("tinyllm.acceptance.power.student_t_quantile", counted)
+    # the normal approximation asks for 13702.2, and Student's t for the 1.4 more of 1.645² / 2
+    assert seeds_needed(0.2, margin=0.005) == 13704
+    assert len(steps) <= 3
 
 
 def test_what_makes_no_sense_is_refused() -> None:
