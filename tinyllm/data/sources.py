@@ -203,7 +203,7 @@ def _jsonl(files: list[Path], field: str) -> Iterator[Item]:
                     value = json.loads(line.decode("utf-8"))
                 except UnicodeDecodeError as error:
                     yield BadInput(place, "not UTF-8", f"byte {error.start}: {error.reason}")
-                except ValueError as error:
+                except (RecursionError, ValueError) as error:
                     yield BadInput(place, "not JSON", str(error))
                 else:
                     yield _field(value, field, place)
@@ -230,10 +230,15 @@ def _parquet(files: list[Path], field: str) -> Iterator[Item]:
                 )
                 continue
             row = 0
-            for batch in table.iter_batches(columns=[field], batch_size=1024):
-                for value in batch.column(0).to_pylist():
-                    row += 1
-                    yield _field({field: value}, field, f"{file}, row {row}")
+            try:
+                for batch in table.iter_batches(columns=[field], batch_size=1024):
+                    for value in batch.column(0).to_pylist():
+                        row += 1
+                        yield _field({field: value}, field, f"{file}, row {row}")
+            except Exception as error:  # as above
+                yield BadInput(
+                    f"{file}, after row {row}", "the rest of the file cannot be read", str(error)
+                )
 
 
 def _huggingface(name: str, config: str | None, split: str, field: str) -> Iterator[Item]:

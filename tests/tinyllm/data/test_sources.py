@@ -63,6 +63,7 @@ def test_jsonl(tmp_path: Path) -> None:
     [
         (b'{"text": "\xff"}', "not UTF-8"),
         (b'{"text": ', "not JSON"),
+        (b"[" * 100_000, "not JSON"),  # deeper than Python's stack
         (b'["text"]', "not a JSON object"),
         (b'{"body": "x"}', "no field 'text'"),
         (b'{"text": 5}', "the field 'text' is not text"),
@@ -104,6 +105,23 @@ def test_bad_parquet(tmp_path: Path) -> None:
     assert no_column.endswith("b.parquet: no field 'text' (it has body, other; see --text_field)")
     assert "c.parquet: not a Parquet file" in nonsense
     assert empty_file.endswith("d.parquet: the file is empty")
+
+
+def test_damaged_parquet_pages_cost_the_rest_of_the_file(tmp_path: Path) -> None:
+    path, many = tmp_path / "a.parquet", [f"text {n}" for n in range(2048)]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": many}), path, row_group_size=1024, use_dictionary=False
+    )
+    write_parquet(tmp_path / "b.parquet", text=["last"])
+    page = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    damaged = bytearray(path.read_bytes())
+    damaged[page + 200 : page + 400] = b"\xff" * 200
+    path.write_bytes(damaged)
+    *good, bad, last = read("parquet", tmp_path)
+    assert contents([*good, last]) == [*many[:1024], "last"]
+    assert isinstance(bad, BadInput)
+    assert bad.place == f"{path}, after row 1024"
+    assert bad.problem == "the rest of the file cannot be read"
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
