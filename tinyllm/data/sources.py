@@ -4,6 +4,7 @@ Every source yields its documents in a fixed order, and a :class:`BadInput` in t
 input that cannot be used, so that the caller decides whether to stop or to count it.
 """
 
+import codecs
 import json
 import platform
 import sysconfig
@@ -178,7 +179,7 @@ def _listing(files: list[Path], base: Path | None) -> dict[str, Any]:
 
 def _text(files: list[Path]) -> Iterator[Item]:
     for file in files:
-        data = file.read_bytes()
+        data = file.read_bytes().removeprefix(codecs.BOM_UTF8)
         if not data:
             yield BadInput(str(file), "the file is empty")
             continue
@@ -196,6 +197,8 @@ def _jsonl(files: list[Path], field: str) -> Iterator[Item]:
         # Lines are split as bytes, so that a wrong byte costs one line and not the file.
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if not line.strip():
                     continue
                 place = f"{file}, line {number}"

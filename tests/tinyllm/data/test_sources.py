@@ -81,6 +81,17 @@ def test_bad_jsonl_line_costs_that_line(tmp_path: Path, line: bytes, problem: st
     assert bad.place == f"{path}, line 2"
 
 
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path, kind: SourceKind) -> None:
+    path = tmp_path / "a.jsonl"
+    text = {"text": "eins", "jsonl": '{"text": "eins"}\n'}[kind]
+    path.write_text(text, encoding="utf-8-sig")
+    assert contents(read(kind, path)) == ["eins"]
+    path.write_text("", encoding="utf-8-sig")
+    if kind == "text":
+        assert read(kind, path) == [BadInput(str(path), "the file is empty")]
+
+
 def write_parquet(path: Path, **columns: Sequence[object]) -> None:
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
 
