@@ -24,6 +24,10 @@ BOUNDARY_TOKEN = "<|endoftext|>"
 _BOUNDARY_NAMES = (BOUNDARY_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 _FILE_NAMES = {"tokenizers": "tokenizer.json", "sentencepiece": "tokenizer.model"}
 
+# Training takes time quadratic in a word's length, so it gets words in parts of so many characters:
+# each alternative is one kind of a byte-level BPE's words.
+_LONG_WORD = r"\p{L}{1000}|\p{N}{1000}|[^\s\p{L}\p{N}]{1000}|\s{1000}"
+
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
@@ -129,8 +133,10 @@ class Tokenizer:
         )
         pre_tokenizers = require("tokenizers.pre_tokenizers", "data")
         byte_level = pre_tokenizers.ByteLevel
+        words = byte_level(add_prefix_space=False)
+        cut = pre_tokenizers.Split(tokenizers.Regex(_LONG_WORD), "isolated")
         impl = tokenizers.Tokenizer(models.BPE())
-        impl.pre_tokenizer = byte_level(add_prefix_space=False)
+        impl.pre_tokenizer = pre_tokenizers.Sequence([cut, words])
         impl.decoder = require("tokenizers.decoders", "data").ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
@@ -139,6 +145,7 @@ class Tokenizer:
             show_progress=False,
         )
         impl.train_from_iterator(texts, trainer)
+        impl.pre_tokenizer = words  # encoding has no need of cuts
         return cls("tokenizers", impl.to_str(pretty=True).encode(), None, "the trained tokenizer")
 
     def to_state(self) -> dict[str, str | int]:

@@ -1,8 +1,10 @@
 """Each kind of tokenizer gives plain ids and text back, whatever its file would add."""
 
+import base64
 import io
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +60,34 @@ def test_training_is_deterministic_across_processes(texts: list[str], tmp_path: 
     command = [sys.executable, "-c", program, str(tmp_path / "texts")]
     outputs = {subprocess.run(command, capture_output=True, check=True).stdout for _ in range(2)}
     assert outputs == {f"{Tokenizer.train(texts, 300).sha256}\n".encode()}
+
+
+@pytest.mark.parametrize("character", ["x", "7", "-", " "])
+def test_a_long_run_of_one_character_trains_in_seconds(character: str) -> None:
+    text = character * 500_000
+    start = time.process_time()
+    tokenizer = Tokenizer.train([text, "some words"], 300)
+    assert time.process_time() - start < 5  # a tenth of a second, where one word takes minutes
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_training_sees_words_of_usual_length_whole(texts: list[str]) -> None:
+    """They are what training on the same words without any cut gives."""
+    plain = tokenizers.Tokenizer(tokenizers.models.BPE())
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[BOUNDARY_TOKEN],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts = [*texts, f"{'a' * 999} {'1' * 999} {'=' * 999}{' ' * 999}"]
+    plain.train_from_iterator(texts, trainer)
+    plain.decoder = tokenizers.decoders.ByteLevel()
+    trained = Tokenizer.train(texts, 300)
+    assert (
+        trained.to_state()["file"] == base64.b64encode(plain.to_str(pretty=True).encode()).decode()
+    )
 
 
 def test_pitfall_20_template_and_spelled_out_boundary_add_nothing(
