@@ -338,6 +338,13 @@ class _Preparation:
 
     def _check_splits(self) -> None:
         total = sum(writer.documents for writer in self._writers.values())
+        if total == 0:
+            skipped = "; ".join(f"{name}: {count:,}" for name, count in self._skipped.items())
+            why = f"all inputs were skipped ({skipped})" if skipped else "the inputs hold none"
+            raise ValueError(
+                f"the source {self._source.kind} gave no document: {why}. Correct the inputs, or "
+                "give others."
+            )
         fractions = {
             "validation": f"validation_fraction={self._request['validation_fraction']}",
             "test": f"test_fraction={self._request['test_fraction']}",

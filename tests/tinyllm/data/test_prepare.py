@@ -218,6 +218,19 @@ def test_empty_validation_split_leaves_the_earlier_cache(corpus: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ("\n \n", "the inputs hold none"),
+        ('{"text": ""}\n{\n{"text": 1}\n[\n', r"all inputs were skipped \(.*not JSON: 2;.*: 1\)"),
+    ],
+)
+def test_no_document_at_all_is_no_matter_of_fractions(tmp_path: Path, lines: str, why: str) -> None:
+    (tmp_path / "a.jsonl").write_text(lines)
+    with pytest.raises(ValueError, match=rf"the source jsonl gave no document: {why}\. Correct"):
+        prepare(tmp_path / "out", "jsonl", str(tmp_path), vocab_size=300, on_bad_input="skip")
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"validation_fraction": 0.0}, "validation_fraction is 0.0"),
