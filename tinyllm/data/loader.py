@@ -62,15 +62,7 @@ class TokenLoader:
         device: torch.device | None = None,
         epoch: int = 0,
     ) -> None:
-        for name, value in (("context", context), ("batch_size", batch_size), ("groups", groups)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if seed < 0:
-            raise ValueError(f"seed is {seed}; it must not be negative")
-        if not local_groups or not set(local_groups) <= set(range(groups)):
-            raise ValueError(
-                f"local_groups is {local_groups}; it must be a non-empty part of range({groups})"
-            )
+        _check(context, batch_size, seed, groups, local_groups)
         targets = len(stream) - 1
         needed = context if shuffle else 1
         if targets < needed:
@@ -205,6 +197,18 @@ class TokenLoader:
         # would wait for the device.
         on_device = torch.from_numpy(plan).to(self._device)
         return _device_batches(self._device_rows, on_device, has_full_rows, numbers)
+
+
+def _check(context: int, batch_size: int, seed: int, groups: int, local_groups: range) -> None:
+    for name, value in (("context", context), ("batch_size", batch_size), ("groups", groups)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; it must not be negative")
+    if not local_groups or not set(local_groups) <= set(range(groups)):
+        raise ValueError(
+            f"local_groups is {local_groups}; it must be a non-empty part of range({groups})"
+        )
 
 
 def _host_batches(gather: HostRows, plan: np.ndarray, numbers: range) -> Iterator[Tensor]:

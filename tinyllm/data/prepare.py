@@ -107,19 +107,17 @@ def prepare(
         dataset_split=dataset_split,
         boundary_id=None if identity is None else identity.boundary_id,
     )
-    request: dict[str, Any] = {
-        "source": documents.description,
-        "tokenizer": None if given is None else given.sha256,
-        "vocab_size": (
-            _DEFAULT_VOCAB_SIZE if identity is None and vocab_size is None else vocab_size
-        ),
-        "boundary_id": boundary_id if given is None else given.boundary_id,
-        "validation_fraction": validation_fraction,
-        "test_fraction": test_fraction,
-        "max_documents": max_documents,
-        "shard_tokens": shard_tokens,
-        "on_bad_input": on_bad_input,
-    }
+    request = _request(
+        documents,
+        given,
+        _DEFAULT_VOCAB_SIZE if identity is None and vocab_size is None else vocab_size,
+        boundary_id,
+        validation_fraction=validation_fraction,
+        test_fraction=test_fraction,
+        max_documents=max_documents,
+        shard_tokens=shard_tokens,
+        on_bad_input=on_bad_input,
+    )
     output = Path(output)
     finished = build.existing_cache(output, request, overwrite)
     if finished is None:
@@ -178,6 +176,23 @@ def _known_identity(
     if not 0 <= boundary_id < vocab_size:
         raise ValueError(f"boundary_id is {boundary_id}; it must lie in 0 to {vocab_size - 1}")
     return TokenizerIdentity("none", None, None, vocab_size, boundary_id)
+
+
+def _request(
+    source: Source,
+    given: Tokenizer | None,
+    vocab_size: int | None,
+    boundary_id: int | None,
+    **others: Any,
+) -> dict[str, Any]:
+    """What a cache is made of and how: two equal ones give the same cache."""
+    return {
+        "source": source.description,
+        "tokenizer": None if given is None else given.sha256,
+        "vocab_size": vocab_size,
+        "boundary_id": boundary_id if given is None else given.boundary_id,
+        **others,
+    }
 
 
 class _Preparation:

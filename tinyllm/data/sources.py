@@ -96,29 +96,9 @@ def open_source(
     """
     check_choice("source", kind, SourceKind)
     if kind == "stdlib":
-        if inputs:
-            raise ValueError(f"the source stdlib takes no input; given {list(inputs)}")
-        folder = Path(sysconfig.get_paths()["stdlib"])
-        files = _library_files(folder)
-        about = {"kind": kind, "python": platform.python_version(), **_listing(files, folder)}
-        return Source(kind, about, lambda: _text(files))
+        return _open_library(inputs)
     if kind == "huggingface":
-        if len(inputs) != 1:
-            raise ValueError(
-                f"the source huggingface takes one input, a dataset's name or folder; "
-                f"given {list(inputs)}"
-            )
-        name = inputs[0]
-        about = {
-            "kind": kind,
-            "dataset": name,
-            "config": dataset_config,
-            "split": dataset_split,
-            "text_field": text_field,
-        }
-        return Source(
-            kind, about, lambda: _huggingface(name, dataset_config, dataset_split, text_field)
-        )
+        return _open_dataset(inputs, dataset_config, dataset_split, text_field)
     if not inputs:
         raise ValueError(f"the source {kind} needs --input: one or more files or folders")
     files = [file for name in inputs for file in _find_files(Path(name), kind)]
@@ -136,6 +116,32 @@ def open_source(
         )
     about["boundary_id"] = boundary_id
     return Source(kind, about, lambda: _tokens(files, boundary_id))
+
+
+def _open_library(inputs: Sequence[str]) -> Source:
+    if inputs:
+        raise ValueError(f"the source stdlib takes no input; given {list(inputs)}")
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = _library_files(folder)
+    about = {"kind": "stdlib", "python": platform.python_version(), **_listing(files, folder)}
+    return Source("stdlib", about, lambda: _text(files))
+
+
+def _open_dataset(inputs: Sequence[str], config: str | None, split: str, field: str) -> Source:
+    if len(inputs) != 1:
+        raise ValueError(
+            f"the source huggingface takes one input, a dataset's name or folder; "
+            f"given {list(inputs)}"
+        )
+    name = inputs[0]
+    about = {
+        "kind": "huggingface",
+        "dataset": name,
+        "config": config,
+        "split": split,
+        "text_field": field,
+    }
+    return Source("huggingface", about, lambda: _huggingface(name, config, split, field))
 
 
 def _library_files(folder: Path) -> list[Path]:
