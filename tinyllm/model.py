@@ -66,7 +66,7 @@ def rope_tables(config: LlamaConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on ``x`` ``[N, T, H, K]``, computed in the tables' dtype, returned in x's.
+    """Rotary positions on ``x`` ``[W·B, T, H, K]``, computed in the tables' dtype, returned in x's.
 
     Pairs are (k, k + K/2), the half-split form of stock Llama.
     """
@@ -88,7 +88,7 @@ class KeyValueCache:
         return self.layers[0][0].shape[-2] if self.layers else 0
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends keys and values ``[N, H, T, K]`` and returns all of them."""
+        """Appends keys and values ``[W·B, H, T, K]`` and returns all of them."""
         if layer in self.layers:
             old_k, old_v = self.layers[layer]
             k, v = torch.cat((old_k, k), dim=-2), torch.cat((old_v, v), dim=-2)

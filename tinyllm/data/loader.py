@@ -1,6 +1,6 @@
 """The loader: token rows of one split, batch by batch, from a position that can be saved.
 
-Letters: T context length, B rows in the global batch, N groups (workers, or ranks in evaluation).
+Letters: T context length, R rows in the global batch, G groups (workers, or ranks in evaluation).
 """
 
 import weakref
@@ -25,9 +25,9 @@ class TokenLoader:
     too, so every target is seen exactly once. Whatever is missing, at a partial row's end or in
     place of a partial batch's rows, is :data:`IGNORED`.
 
-    Row `r` of a global batch belongs to group `r mod N`, and a rank serves the rows of its
+    Row `r` of a global batch belongs to group `r mod G`, and a rank serves the rows of its
     groups in the order of `r`; so neither groups nor ranks change which tokens a batch holds.
-    B is padded up to a multiple of N with ignored rows.
+    R is padded up to a multiple of G with ignored rows.
 
     Lightning saves and restores the position through :meth:`state_dict` and
     :meth:`load_state_dict`. It counts batches that were handed out, not prefetched ones.
@@ -35,10 +35,10 @@ class TokenLoader:
     Args:
         stream: The tokens of a split.
         context: T, the number of targets in a row.
-        batch_size: B, rows in the global batch, over all groups and ranks.
+        batch_size: R, rows in the global batch, over all groups and ranks.
         shuffle: Training (True) or evaluation (False), as above.
         seed: Decides the order, together with the epoch.
-        groups: N, the number of groups that a batch is dealt to.
+        groups: G, the number of groups that a batch is dealt to.
         local_groups: The groups of this rank.
         pin_memory: Page-lock the host batches; needs CUDA.
         device: Hold the stream on this device and make batches there; None reads from the host.
