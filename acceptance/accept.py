@@ -93,15 +93,26 @@ def qualify(root: str | Path, protocol: Protocol) -> Qualification:
 def _judge(name: str, root: Path, protocol: Protocol) -> GateResult:
     path = root / f"{name}.csv"
     try:
-        # as text, so that an allocation named 007 stays one; the gates read the numbers
-        rows = pd.read_csv(path, dtype=str)
+        rows = _read_table(path)
     except FileNotFoundError:
         return GateResult(name, Verdict.INCOMPLETE, {}, (f"{path} is missing",))
     except pd.errors.EmptyDataError:
         return GateResult(name, Verdict.INCOMPLETE, {}, (f"{path} is empty",))
     except (OSError, ValueError) as error:  # pandas' parser errors are ValueErrors
-        return GateResult(name, Verdict.FAILED, {}, (f"{path} cannot be read: {error}",))
+        problem = f"{path} cannot be read: {str(error).strip()}"
+        return GateResult(name, Verdict.FAILED, {}, (problem,))
     return GATES[name](rows, protocol)
+
+
+def _read_table(path: Path) -> pd.DataFrame:
+    """A table as it stands in its file.
+
+    As text, so that an allocation named 007 stays one; the gates read the numbers. The first line
+    is read like the others: as a header, pandas would rename columns that are there twice, and
+    take the first cells of longer rows for an index.
+    """
+    lines = pd.read_csv(path, header=None, dtype=str)
+    return lines[1:].set_axis(lines.iloc[0].fillna("").tolist(), axis=1).reset_index(drop=True)
 
 
 def protocol_of(root: Path, named: str | None) -> Protocol:

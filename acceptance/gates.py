@@ -135,6 +135,7 @@ class RowChecks:
         numbers: Sequence[str],
         label: Sequence[str],
         findings: Findings,
+        optional: Sequence[str] = (),
     ) -> None:
         """Reads the columns; a table that lacks some has no rows that count.
 
@@ -144,6 +145,7 @@ class RowChecks:
             numbers: Names of the columns to read as numbers; what is none becomes NaN.
             label: Columns whose values name a row in messages.
             findings: Where problems are noted.
+            optional: Names of other columns that the gate reads where they are there.
         """
         wanted = [*text, *numbers]
         self.findings = findings
@@ -152,7 +154,7 @@ class RowChecks:
             findings.add(Verdict.INCOMPLETE, "there are no rows")
         elif missing := [name for name in wanted if name not in rows.columns]:
             findings.add(Verdict.FAILED, "the table lacks columns", missing)
-        elif twice := [name for name in wanted if list(rows.columns).count(name) > 1]:
+        elif twice := [n for n in (*wanted, *optional) if list(rows.columns).count(n) > 1]:
             findings.add(Verdict.FAILED, "the table has columns more than once", twice)
         else:
             self.rows = rows[wanted].reset_index(drop=True)

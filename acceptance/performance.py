@@ -101,6 +101,7 @@ def _checked(rows: pd.DataFrame | None, protocol: Protocol, findings: Findings) 
         numbers=["repeat", "position", "warmup_updates", "window_updates", *windows],
         label=["workload", "repeat", "side"],
         findings=findings,
+        optional=COSTS,
     )
     table = checks.rows
     known, repeats = [w.id for w in protocol.workloads], range(1, protocol.repeats + 1)
@@ -148,11 +149,11 @@ def _require_no_more_windows(
     """More windows than the protocol has would leave a choice."""
     if rows is None or checks.rows.empty:
         return
-    for name in map(str, rows.columns):
+    for place, name in enumerate(map(str, rows.columns)):
         match = re.fullmatch(r"window_(\d+)_seconds", name)
         if match and not 1 <= int(match[1]) <= protocol.windows:
             checks.require(
-                rows[name].reset_index(drop=True).isna(),
+                rows.iloc[:, place].reset_index(drop=True).isna(),
                 f"{name}: the protocol has {protocol.windows} windows",
             )
 

@@ -119,6 +119,80 @@ def test_without_a_protocol_file_version_1_holds(
     assert capsys.readouterr().out.startswith(f"protocol 1 ({PROTOCOL_1.hash[:12]})")
 
 
+TABLES = {
+    "performance": "window_updates",
+    "numerical": "gradients",
+    "convergence": "final_loss",
+}
+"""Each table, and a column of it that decides."""
+
+
+def edit(path: Path, change: Callable[[int, str], str]) -> None:
+    """Changes lines by their number."""
+    lines = path.read_text().splitlines()
+    path.write_text("".join(f"{change(k, line)}\n" for k, line in enumerate(lines)))
+
+
+@pytest.mark.parametrize(("table", "column"), TABLES.items())
+def test_a_column_that_is_there_twice_is_not_overlooked(
+    root: Path, capsys: pytest.CaptureFixture[str], table: str, column: str
+) -> None:
+    edit(root / f"{table}.csv", lambda k, line: f"{line},{999 if k else column}")
+    assert main([str(root)]) == 2
+    printed = capsys.readouterr().out
+    assert f"{table}: failed\n  ! the table has columns more than once: {column}\n" in printed
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("first", [1, 2])  # all rows, or all but one
+def test_rows_that_are_longer_than_the_header_are_refused(
+    root: Path, capsys: pytest.CaptureFixture[str], table: str, first: int
+) -> None:
+    path = root / f"{table}.csv"
+    cells = len(path.read_text().splitlines()[0].split(","))
+    edit(path, lambda k, line: f"{line},7" if k >= first else line)
+    assert main([str(root), "--json"]) == 2
+    gate = json.loads(capsys.readouterr().out)["gates"][table]
+    assert gate["verdict"] == "failed"
+    (message,) = gate["messages"]
+    assert message.startswith(f"{path} cannot be read: ")
+    assert message.endswith(f"Expected {cells} fields in line {first + 1}, saw {cells + 1}")
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(
+    ("change", "verdict", "message"),
+    [
+        (lambda lines: [], "incomplete", "is empty"),
+        (lambda lines: ["", "  ", ""], "incomplete", "is empty"),
+        (lambda lines: lines[:1], "incomplete", "there are no rows"),
+        (lambda lines: lines[1:], "failed", "the table lacks columns"),
+        (lambda lines: [line.rpartition(",")[0] for line in lines], "failed", "lacks columns"),
+        (lambda lines: [lines[0], *(line.rpartition(",")[0] for line in lines[1:])], "failed", ""),
+        (lambda lines: ["\ufeff" + lines[0], "", *lines[1:]], "pass", None),
+        (lambda lines: [f"{line},," for line in lines], "pass", None),  # columns without a name
+        (lambda lines: [f"{lines[0]},note,note", *(f"{x},a,b" for x in lines[1:])], "pass", None),
+    ],
+)
+def test_unusual_files_keep_their_verdict(
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    table: str,
+    change: Callable[[list[str]], list[str]],
+    verdict: str,
+    message: str | None,
+) -> None:
+    path = root / f"{table}.csv"
+    path.write_text("\n".join(change(path.read_text().splitlines())))
+    main([str(root), "--json"])
+    gate = json.loads(capsys.readouterr().out)["gates"][table]
+    assert gate["verdict"] == verdict
+    if message is None:
+        assert not gate["messages"]
+    else:
+        assert any(message in found for found in gate["messages"])
+
+
 def test_allocations_are_read_as_text(root: Path) -> None:
     rows = performance_rows()
     names = {1: "1", 2: "01", 3: "1e0"}

@@ -132,6 +132,14 @@ def swapped(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
+def costs(rows: pd.DataFrame) -> pd.DataFrame:
+    return pd.DataFrame({"startup_seconds": 1.0}, index=rows.index)
+
+
+def sixth(rows: pd.DataFrame, seconds: float) -> pd.DataFrame:
+    return pd.DataFrame({"window_6_seconds": seconds}, index=rows.index)
+
+
 FIRST = "20m-sync-b4-c512-clip1 repeat 1"
 NATIVE, CANDIDATE = f"{FIRST} side native", f"{FIRST} side candidate"
 WRONG: dict[str, tuple[Callable[[pd.DataFrame], Any], str, str]] = {
@@ -235,6 +243,16 @@ WRONG: dict[str, tuple[Callable[[pd.DataFrame], Any], str, str]] = {
         lambda rows: pd.concat([rows, rows[["repeat"]]], axis=1),
         "failed",
         "the table has columns more than once: repeat",
+    ),
+    "doubled cost": (
+        lambda rows: pd.concat([rows, costs(rows), costs(rows)], axis=1),
+        "failed",
+        "the table has columns more than once: startup_seconds",
+    ),
+    "a sixth window twice": (
+        lambda rows: pd.concat([rows, sixth(rows, np.nan), sixth(rows, 2.0)], axis=1),
+        "failed",
+        "the protocol has 5 windows",
     ),
 }
 
