@@ -25,8 +25,7 @@ class BigramBaseline(Callback):
                 f"BigramBaseline needs the token cache of a TokenDataModule, and the data is "
                 f"{type(data).__name__}; leave the callback out"
             )
-        cache = data.cache
-        table = bigram_loss(cache.split("train"), cache.split("validation"), cache.vocab_size)
+        table = bigram_loss(data.stream("train"), data.stream("validation"), data.vocab_size)
         loss = trainer.callback_metrics.get("validation/loss")
         reached = "no validation ran" if loss is None else f"{loss.item():.3f}"
         print(f"\nvalidation loss in nats per token: {reached}; a bigram table's: {table:.3f}")

@@ -89,6 +89,7 @@ class MemoryMonitor(Callback):
         self._folder = folder
         self._peaks: PhasePeaks | None = None
         self._updates = 0
+        self._begun = False
         self._interrupted = ""
         self._written = -math.inf
 
@@ -98,10 +99,12 @@ class MemoryMonitor(Callback):
             device = trainer.strategy.root_device
             self._peaks = PhasePeaks(lambda: _read(device), lambda: _reset(device), "startup")
             self._written = -math.inf
+            self._begun = False
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._updates = trainer.global_step
+        self._begun = True
 
     @override
     def on_train_batch_end(
@@ -176,7 +179,8 @@ class MemoryMonitor(Callback):
 
     def _write(self, trainer: Trainer, of_all_ranks: Mapping[str, Peaks] | None = None) -> None:
         """Writes the peaks of all ranks, or this one's where training goes on."""
-        if self._peaks is None or not trainer.is_global_zero:
+        # before training begins, an earlier run's file may lie there, and the run be refused
+        if self._peaks is None or not self._begun or not trainer.is_global_zero:
             return
         self._written = time.monotonic()
         self._peaks.look()

@@ -206,6 +206,8 @@ class ThroughputWindows(Callback):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         meter = self.meter
+        if self._tokens is None:
+            return  # nothing was trained: the files of the run that is complete stay
         if not meter.done:
             rank_zero_warn(
                 f"the run ended with {len(meter.windows)} of {self._plan[1]} throughput windows "

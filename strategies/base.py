@@ -76,6 +76,7 @@ class ArenaStrategy(ProcessStrategy):
         self._buffers = buffers
         self._engine: Engine | None = None
         self._gradients_are_seen = False
+        self._sums_are_seen = False
         self._tenant: Tenant | None = None
         self._evaluation = ExitStack()
         self._losses: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
@@ -156,7 +157,8 @@ class ArenaStrategy(ProcessStrategy):
                 self._common_stop = CommonStop(trainer)
             self._engine = self._build_engine(self._tenant, backend)
             self._gradients_are_seen = is_overridden_anywhere("on_before_optimizer_step", trainer)
-            if is_overridden_anywhere("on_after_backward", trainer):
+            self._sums_are_seen = is_overridden_anywhere("on_after_backward", trainer)
+            if self._sums_are_seen:
                 rank_zero_warn(
                     "on_after_backward sees gradients summed over the targets so far; each "
                     "worker's mean gradient is there in on_before_optimizer_step"
@@ -212,6 +214,10 @@ class ArenaStrategy(ProcessStrategy):
         # autograd is to make gradients of its own, and the zero_grad that Lightning calls after
         # this must not reach what has been accumulated
         self._own_tenant.release_gradients()
+        self._own_tenant.check_memory()
+        loop = self._trainer.fit_loop.epoch_loop
+        if loop.batch_idx % self._trainer.accumulate_grad_batches == 0:
+            self.engine.pending = False  # of an update that somebody has left out
         loss = self.engine.accumulate(*args, **kwargs)
         extras = self._own_tenant.extras
         return {"loss": loss, **extras} if extras else loss
@@ -224,7 +230,10 @@ class ArenaStrategy(ProcessStrategy):
         assert self.lightning_module is not None
         self._own_tenant.bind_gradients()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        if self._sums_are_seen:
+            self._own_tenant.take_replaced_gradients()
+        return closure_loss
 
     @override
     def optimizer_step(
@@ -242,6 +251,7 @@ class ArenaStrategy(ProcessStrategy):
         if self._gradients_are_seen:  # hooks that nobody has overridden cost small updates time
             call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
             call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+            self._own_tenant.take_replaced_gradients()
         dtype = self.engine.arena.weights.dtype
         if len(optimizer.param_groups) != len(self.engine.arena.layout.groups):
             raise MisconfigurationException(
@@ -340,6 +350,7 @@ class ArenaStrategy(ProcessStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._losses is None:
             return super().validation_step(*args, **kwargs)
+        self._own_tenant.check_memory()
         # not while callbacks run, which may copy the module
         with self._own_tenant.token_losses_by(self._losses):
             return super().validation_step(*args, **kwargs)
@@ -383,6 +394,11 @@ class ArenaStrategy(ProcessStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if not checkpoint["optimizer_states"]:
+            raise ValueError(
+                "the checkpoint holds weights and no state of an optimizer, so no run can go on "
+                "from it; load its weights into a new one"
+            )
         state = checkpoint["optimizer_states"][0]
         self._engine_state.load(self._adamw, state, self.global_rank)
 

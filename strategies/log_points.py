@@ -30,7 +30,8 @@ class LogPoints(Callback):
 
     def end(self) -> None:
         """Leaves the Trainer's callbacks."""
-        self._trainer.callbacks.remove(self)
+        if self in self._trainer.callbacks:  # LearningRateFinder puts a list of its own there
+            self._trainer.callbacks.remove(self)
 
     def add(self, metrics: UpdateMetrics) -> None:
         """Takes a log point, whose values have been sent."""

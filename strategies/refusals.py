@@ -3,6 +3,7 @@
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -11,6 +12,8 @@ from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision,
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from tinyllm.module import TinyLLM
 
 
 def is_overridden_anywhere(hook: str, trainer: Trainer) -> bool:
@@ -41,6 +44,12 @@ def _refuse_callbacks(trainer: Trainer, module: LightningModule) -> None:
             raise MisconfigurationException(
                 f"{name} puts masked copies in the place of parameters, and this strategy keeps "
                 "the parameters themselves; prune after training, or use another strategy"
+            )
+        has_no_rate = isinstance(module, TinyLLM) and not hasattr(module, "lr")
+        if isinstance(callback, LearningRateFinder) and has_no_rate:
+            raise MisconfigurationException(
+                f"{name} sets an attribute `lr` of the module, and {type(module).__name__} has its "
+                "rate in `model.optimizer.lr`; compare short runs with several rates"
             )
         if isinstance(callback, BaseFinetuning):
             raise MisconfigurationException(

@@ -59,6 +59,7 @@ class Tenant:
         self.extras: dict[str, Any] = {}
         self.average: Tensor | None = None
         self._parameters: dict[str, nn.Parameter] = {}
+        self._addresses: list[tuple[str, int]] = []
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._gradient_rows: list[tuple[Tensor, ...]] = []
         self._arena: Arena | None = None
@@ -144,11 +145,33 @@ class Tenant:
     def _bind(self, flat: Tensor) -> None:
         assert self._arena is not None
         bind(self._parameters, self._arena.layout, self._rows(flat))
+        self._addresses = [(name, p.data_ptr()) for name, p in self._parameters.items()]
+
+    def check_memory(self) -> None:
+        """Refuses parameters whose memory somebody has replaced: nothing would come of that.
+
+        Raises:
+            MisconfigurationException: Names the first one.
+        """
+        for name, address in self._addresses:
+            if self._parameters[name].data_ptr() != address:
+                raise MisconfigurationException(
+                    f"something has put other memory in place of {name}.data, and this strategy "
+                    "trains and evaluates what lies in its own; change the parameter in place, as "
+                    "`parameter.data.copy_(values)` does"
+                )
 
     def bind_gradients(self) -> None:
         """Makes each parameter's ``.grad`` a view of the gradient arena."""
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
+
+    def take_replaced_gradients(self) -> None:
+        """Copies what a hook has put in place of a ``.grad``; none counts as zero."""
+        for parameter, view in self._gradients:
+            if parameter.grad is not view:
+                view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+                parameter.grad = view
 
     def release_gradients(self) -> None:
         """Takes each ``.grad`` away, so that a ``zero_grad`` cannot reach the gradient arena."""
@@ -221,6 +244,7 @@ class Tenant:
         if self.average is not None or self._arena is None:
             yield
             return
+        self.check_memory()
         self.average = self._ranks.mean(self._arena.weights)
         self._bind(self.average)
         own = self._bind_averaged_buffers()

@@ -166,7 +166,8 @@ class TinyLLM(LightningModule):
             return
         optimizer, scheduler = self.optimizers(use_pl_optimizer=False), self.lr_schedulers()
         assert isinstance(optimizer, torch.optim.AdamW)
-        assert isinstance(scheduler, LambdaLR)
+        if not isinstance(scheduler, LambdaLR):
+            return  # LearningRateFinder has put its own in place
         chosen = self.optimizer_config
         factor = self.schedule.factor(scheduler.last_epoch, self.planned_updates)
         scheduler.base_lrs = [chosen.lr for _ in optimizer.param_groups]

@@ -6,7 +6,7 @@ from typing import Any
 from weakref import proxy
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.trainer.call import _call_callbacks_state_dict
@@ -99,6 +99,10 @@ class RunCheckpoint(ModelCheckpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._begun = False
+        if stage == "fit":  # a new list, since Lightning is going through the old one
+            untyped: Any = trainer  # mypy does not see the attribute
+            others = [c for c in untyped.callbacks if not isinstance(c, _SaveFirst)]
+            untyped.callbacks = [_SaveFirst(self), *others]
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -132,7 +136,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._save_newest(trainer)
+        pass  # it was saved before other callbacks came to this
 
     @override
     def on_exception(
@@ -224,6 +228,20 @@ class RunCheckpoint(ModelCheckpoint):
             except Exception:  # it is gone, a folder, without callbacks, or holds other things
                 continue
         return None
+
+
+class _SaveFirst(Callback):
+    """Has the last state saved before other callbacks end the training.
+
+    WeightAveraging puts its average in the weights' place then, from which no run could go on.
+    """
+
+    def __init__(self, checkpoint: RunCheckpoint) -> None:
+        self._checkpoint = checkpoint
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._checkpoint._save_newest(trainer)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -116,7 +116,7 @@ class TinyLLMCLI(LightningCLI):
             self._refuse_what_is_missing(given)
         elif path is not None:
             state = read_checkpoint(path)
-            if self._command == "fit" and "optimizer_states" not in state:
+            if self._command == "fit" and not state.get("optimizer_states"):
                 raise ValueError(
                     f"{path} holds weights alone, and no run can go on from it; start a new one: "
                     f"`tinyllm export {path} --to hf DIR`, then fit with --model.init_from DIR"

@@ -88,6 +88,27 @@ def test_a_run_on_the_cpu_writes_its_resident_set(tmp_path: Path) -> None:
     assert float(logged) == pytest.approx(written["peak_rss_bytes"] / 2**30, rel=0.5)
 
 
+def test_nothing_is_written_before_training_begins(tmp_path: Path) -> None:
+    """An earlier run's file may lie there: a run that is refused leaves it, and a new one keeps it
+    aside first."""
+    (tmp_path / "memory.json").write_text("earlier")
+
+    class Look(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            assert (tmp_path / "memory.json").read_text() == "earlier"
+            raise RuntimeError("seen")
+
+    class Refuse(Callback):
+        def on_sanity_check_end(self, *_: Any) -> None:
+            raise RuntimeError("refused")
+
+    with pytest.raises(RuntimeError, match="refused"):
+        fit(tmp_path, MemoryMonitor(), Refuse())
+    with pytest.raises(RuntimeError, match="seen"):
+        fit(tmp_path, Look(), MemoryMonitor())
+    assert (tmp_path / "memory.json").read_text() == "earlier"
+
+
 def test_phases_change_where_they_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Startup ends with the first update, however many batches that has."""
     entered: list[tuple[str, int]] = []

@@ -324,6 +324,24 @@ def test_short_windows_are_named(tmp_path: Path) -> None:
     assert read(tmp_path)[1]["short_windows"] == [0, 1]
 
 
+def test_a_fit_with_nothing_to_do_leaves_the_files(tmp_path: Path) -> None:
+    options = {"warmup_updates": 1, "windows": 1, "updates_per_window": 2, "window_seconds": 1e-9}
+    path = tmp_path / "done.ckpt"
+    trainer = run(ThroughputWindows(tmp_path, **options), [rows(4)] * 3, max_epochs=1)
+    trainer.save_checkpoint(path)
+    before = [file.read_text() for file in sorted(tmp_path.glob("t*.*"))]
+    assert len(before) == 2
+    again = new_trainer(
+        SyncStrategy(compile=False),
+        callbacks=[ThroughputWindows(tmp_path, **options)],
+        max_epochs=1,
+        max_steps=-1,
+    )
+    again.fit(tiny(), Batches([rows(4)] * 3), ckpt_path=path)
+    assert again.global_step == 3
+    assert [file.read_text() for file in sorted(tmp_path.glob("t*.*"))] == before
+
+
 def test_a_second_fit_starts_afresh(tmp_path: Path) -> None:
     windows = ThroughputWindows(
         tmp_path, warmup_updates=1, windows=1, updates_per_window=2, window_seconds=1e-9

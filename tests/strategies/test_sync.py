@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from simulation import CONFIG, OPTIMIZER, SCHEDULE, tiny
 from torch import Tensor
@@ -238,6 +243,7 @@ class Sgd(TinyLLM):
             "ModelPruning puts masked copies in the place of parameters",
         ),
         (lambda: tiny(), {"callbacks": [Unfreezing()]}, "Unfreezing gives the optimizer more"),
+        (lambda: tiny(), {"callbacks": [LearningRateFinder()]}, "its rate in `model.optimizer.lr`"),
         (
             lambda: Foreign(config=CONFIG),
             {},

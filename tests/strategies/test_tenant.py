@@ -268,6 +268,80 @@ def test_one_worker_goes_on_in_plain_lightning_and_back(tmp_path: Path) -> None:
         torch.testing.assert_close(mine, expected)
 
 
+class Replacing(Classifier):
+    """Puts other tensors in place of its gradients, in a hook."""
+
+    def _replace(self) -> None:
+        self.conv.weight.grad = torch.full_like(self.conv.weight, 0.3)
+        assert self.head.weight.grad is not None
+        self.head.weight.grad = self.head.weight.grad * 0.5 + 1
+        self.log_scale.grad = torch.zeros_like(self.log_scale)
+
+
+class ReplacingBefore(Replacing):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._replace()
+
+
+class ReplacingAfter(Replacing):
+    def on_after_backward(self) -> None:
+        self._replace()
+
+
+class LeavingOut(Classifier):
+    """Leaves every second update out, as Lightning's manual shows."""
+
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any) -> None:  # type: ignore[override]
+        if index % 2 == 0:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+
+
+def trained_by(kind: type[Classifier], strategy: Any, **options: Any) -> Tensor:
+    torch.manual_seed(1)
+    module = kind().double()
+    trainer = new_trainer(strategy, max_steps=-1, max_epochs=1, **options)
+    trainer.fit(module, Batches(examples(8)))
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+@pytest.mark.filterwarnings("ignore:on_after_backward sees gradients")
+@pytest.mark.parametrize("kind", [ReplacingBefore, ReplacingAfter, LeavingOut])
+@pytest.mark.parametrize(
+    "strategy",
+    [partial(SyncStrategy, compile=False), partial(DecentralizedStrategy, 1, compile=False)],
+)
+def test_hooks_do_what_they_do_elsewhere(kind: type[Classifier], strategy: Any) -> None:
+    expected, untouched = trained_by(kind, "auto"), trained_by(Classifier, "auto")
+    assert (expected - untouched).abs().max() > 1e-3
+    torch.testing.assert_close(trained_by(kind, strategy()), expected, rtol=0, atol=1e-10)
+
+
+class OtherMemory(Callback):
+    """Gives a parameter other memory."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._replace)
+
+    def _replace(self, trainer: Any, module: Any, *_: Any) -> None:
+        module.head.weight.data = module.head.weight.data * 0.5
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_start"])
+def test_other_memory_for_a_parameter_is_refused(hook: str) -> None:
+    trainer = new_trainer(
+        SyncStrategy(compile=False),
+        max_steps=4,
+        callbacks=[OtherMemory(hook)],
+        limit_val_batches=1,
+        val_check_interval=2,
+    )
+    validation = torch.utils.data.DataLoader(examples(8, 1), batch_size=None)
+    with pytest.raises(MisconfigurationException, match=r"in place of head\.weight\.data, .*copy_"):
+        trainer.fit(classifier(), Batches(examples(8, 4)), validation)
+
+
 @pytest.mark.parametrize(
     "averaging", [EMAWeightAveraging, partial(StochasticWeightAveraging, 0.1, 1)]
 )

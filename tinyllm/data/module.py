@@ -68,6 +68,10 @@ class TokenDataModule(lightning.LightningDataModule):
         """Every token id is below this."""
         return self.cache.vocab_size
 
+    def stream(self, split: Split) -> TokenStream:
+        """The tokens of a split, as they were when the data was set up."""
+        return self._streams.get(split) or self.cache.split(split)
+
     def tokenizer(self) -> Tokenizer:
         """The tokenizer stored in the cache."""
         return self.cache.tokenizer()
@@ -181,7 +185,7 @@ class TokenDataModule(lightning.LightningDataModule):
                 f"{groups} workers cannot be placed evenly on {ranks} ranks; use a number of "
                 f"workers that is a multiple of the ranks"
             )
-        stream = self._streams.get(split) or self.cache.split(split)
+        stream = self.stream(split)
         on_device = self.residency == "device" or (
             self.residency == "auto" and _fits(len(stream) * stream.dtype.itemsize, root)
         )
