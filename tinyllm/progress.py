@@ -49,6 +49,11 @@ class RunProgressBar(TQDMProgressBar):
             self.disable()
 
     @override
+    def enable(self) -> None:
+        if not self._in_lines:  # where Lightning's tuner, having switched it off, switches it on
+            super().enable()
+
+    @override
     def init_train_tqdm(self) -> Tqdm:
         bar = super().init_train_tqdm()
         bar.bar_format = _BAR.format(left="?")
@@ -195,7 +200,7 @@ class RunProgressBar(TQDMProgressBar):
 
 def _short(rate: float) -> str:
     """``2130000`` as ``2.13M``."""
-    for size, unit in ((1e6, "M"), (1e3, "k")):
-        if rate >= size:
+    for size, unit in ((1, ""), (1e3, "k"), (1e6, "M")):
+        if float(f"{rate / size:.3g}") < 1_000:  # as it is shown: 999.7 is 1k
             return f"{rate / size:.3g}{unit}"
-    return f"{rate:.3g}"
+    return f"{rate / 1e9:.3g}G"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from tinyllm import TinyLLM
@@ -322,6 +322,27 @@ def test_a_file_gets_lines_and_no_bar(log_file: Screen, clock: Clock) -> None:
     assert 2 < len(lines) < 12
 
 
+class Tuner(Callback):
+    """Switches the bar off and on, as Lightning's BatchSizeFinder and LearningRateFinder do."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        bar = trainer.progress_bar_callback
+        assert bar is not None
+        bar.disable()
+        bar.enable()
+
+
+def test_a_file_gets_no_bar_after_tuning_either(log_file: Screen, clock: Clock) -> None:
+    fit(log_file, callbacks=[RunProgressBar(), Tuner()])
+    assert "\r" not in log_file.getvalue()
+    assert "update 12 of 12: loss" in log_file.getvalue()
+
+
+def test_a_terminal_has_its_bar_after_tuning(terminal: Screen) -> None:
+    fit(terminal, callbacks=[RunProgressBar(), Tuner()])
+    assert "12/12 updates" in terminal.getvalue()
+
+
 def test_evaluation_has_its_bars(terminal: Screen, clock: Clock) -> None:
     module = TinyLLM(config=CONFIG)
     loader = DataLoader(torch.randint(32, (12, 9)), batch_size=4)
@@ -335,5 +356,6 @@ def test_evaluation_has_its_bars(terminal: Screen, clock: Clock) -> None:
 
 
 def test_a_rate_is_short() -> None:
-    rates = {0.5: "0.5", 999.4: "999", 1_000: "1k", 15_340: "15.3k", 2_130_000: "2.13M"}
+    rates = {0.0: "0", 0.5: "0.5", 999.4: "999", 1_000: "1k", 15_340: "15.3k", 2_130_000: "2.13M"}
+    rates |= {999.7: "1k", 999_400: "999k", 999_700: "1M", 999_700_000: "1G", 2.5e9: "2.5G"}
     assert {rate: _short(rate) for rate in rates} == rates
