@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
@@ -19,11 +19,19 @@ class RunSummary(Callback):
     The strategy has just said which backend it takes and why; these lines go on from there.
     """
 
+    def __init__(self) -> None:
+        self._trains = False
+
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._trains = False
         data = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(pl_module, TinyLLM) and isinstance(data, TokenDataModule):
             rank_zero_info("\n".join(_lines(trainer, pl_module, data)))
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._trains = True
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -33,9 +41,10 @@ class RunSummary(Callback):
                 files |= {"last": callback.last_model_path} if callback.last_model_path else {}
                 files |= {"best": callback.best_model_path} if _has_best(callback) else {}
         where = "".join(f"; {name} {path}" for name, path in sorted(files.items(), reverse=True))
-        done, planned = trainer.global_step, trainer.estimated_stepping_batches
+        done, planned = trainer.global_step, _planned(trainer)
         short = f" of {int(planned):,} planned" if done < planned < inf else ""
-        rank_zero_info(f"done:    {_count(done, 'update')}{short}{where}")
+        before = "" if self._trains else " before this run, which has nothing to do"
+        rank_zero_info(f"done:    {_count(done, 'update')}{short}{before}{where}")
 
 
 def _has_best(callback: ModelCheckpoint) -> bool:
@@ -49,8 +58,7 @@ def _has_best(callback: ModelCheckpoint) -> bool:
 def _lines(trainer: Trainer, module: TinyLLM, data: TokenDataModule) -> list[str]:
     model, cache = module.config, data.cache
     tokens = len(cache.split("train"))
-    per_update = data.batch_size * trainer.accumulate_grad_batches * data.context
-    planned = trainer.estimated_stepping_batches
+    per_batch = data.batch_size * data.context
     facts = {
         "device": f"{_devices(trainer)}, precision {trainer.precision}",
         "model": f"{model.num_parameters:,} parameters: {_count(model.layers, 'layer')}, width "
@@ -60,10 +68,18 @@ def _lines(trainer: Trainer, module: TinyLLM, data: TokenDataModule) -> list[str
         ),
         "data": f"{cache.path}: {tokens:,} tokens to train on, "
         f"{len(cache.split('validation')):,} to validate on",
-        "batch": f"{_batch(trainer, data)} of {data.context} tokens = {per_update:,} tokens",
-        "plan": _plan(planned, per_update, model.num_parameters, tokens),
-        "files": str(trainer.default_root_dir),
     }
+    batches = _batches(trainer)
+    if batches is None:
+        facts["batch"] = (
+            f"{_rows(trainer, data)} of {data.context} tokens = {per_batch:,} tokens, accumulated "
+            "as GradientAccumulationScheduler says"
+        )
+    else:
+        rows = _rows(trainer, data) if batches == 1 else f"{batches} x {_rows(trainer, data)}"
+        facts["batch"] = f"{rows} of {data.context} tokens = {batches * per_batch:,} tokens"
+        facts["plan"] = _plan(_planned(trainer), batches * per_batch, model.num_parameters, tokens)
+    facts["files"] = str(trainer.default_root_dir)
     return [f"{name + ':':<9}{text}" for name, text in facts.items()]
 
 
@@ -88,14 +104,27 @@ def _devices(trainer: Trainer) -> str:
     return name if ranks == 1 else f"{ranks} x {name}"
 
 
-def _batch(trainer: Trainer, data: TokenDataModule) -> str:
-    """The rows of an update, and whose they are."""
+def _batches(trainer: Trainer) -> int | None:
+    """How many make an update; None where that depends on the epoch."""
+    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)
+    return None if scheduled else trainer.accumulate_grad_batches
+
+
+def _planned(trainer: Trainer) -> float:
+    """Updates of the whole run; infinite where there is no plan, or none that can be known."""
+    return inf if _batches(trainer) is None else trainer.estimated_stepping_batches
+
+
+def _rows(trainer: Trainer, data: TokenDataModule) -> str:
+    """The rows of a batch, and whose they are."""
     groups = getattr(trainer.strategy, "data_groups", 1)
     rows = _count(data.batch_size, "row")
-    if groups > 1:
-        rows = f"{groups} x {data.batch_size / groups:g} rows"
-    batches = trainer.accumulate_grad_batches
-    return rows if batches == 1 else f"{batches} x {rows}"
+    if groups == 1:
+        return rows
+    each = -(-data.batch_size // groups)
+    dealt = f"{groups} x {each}"
+    even = data.batch_size == groups * each
+    return f"{dealt} rows" if even else f"{rows}, padded to {dealt},"
 
 
 def _count(number: int, name: str) -> str:
