@@ -7,8 +7,8 @@ recipe                 id of the protocol's recipe
 seed                   one of the recipe's seeds
 side                   ``native`` or ``candidate``; ``control`` for a second native run of the seed
 final_loss             mean over the full validation split, in nats
-train_tokens           targets trained on: within one update of the recipe's budget, and the same
-                       on all sides of a seed
+train_tokens           targets trained on, without what pads the last update of an epoch: within
+                       one update of the recipe's budget, and the same on all sides of a seed
 validation_tokens      targets of the validation split: the same for all runs
 protocol               hash of the protocol
 =====================  ==========================================================================

@@ -250,7 +250,6 @@ def _retain_inputs(root: Path, trace: Path) -> dict[str, Any]:
 def convergence(bench: Bench, run: ConvergenceRun, side: str, folder: Path) -> dict[str, Any]:
     """Trains a recipe with a seed to the end; the side may be ``control``, which is native."""
     protocol = bench.protocol
-    recipe = next(r for r in protocol.recipes if r.id == run.recipe)
     config = convergence_config(bench.manifest.configs[run.recipe], run.seed)
     starts = bench.train(side, config, folder / side)
     updates = config["trainer"]["max_steps"]
@@ -260,27 +259,49 @@ def convergence(bench: Bench, run: ConvergenceRun, side: str, folder: Path) -> d
     if not curve or curve[-1][0] != updates:
         last = curve[-1][0] if curve else "no"
         raise RunError(f"the last validation is of update {last}, not {updates}")
-    split = cache_manifest(config["data"]["cache"])["splits"]["validation"]
+    splits = cache_manifest(config["data"]["cache"])["splits"]
+
+    def train_tokens(update: int) -> int:
+        data, held = config["data"], splits["train"]["tokens"]
+        return trained_targets(held, update, context=data["context"], rows=data["batch_size"])
+
     key = {"recipe": run.recipe, "seed": run.seed, "side": side}
     end = {"protocol": protocol.hash}
     row = {
         **key,
         "final_loss": _plain(curve[-1][1]),
-        "train_tokens": updates * recipe.update_tokens,
-        "validation_tokens": split["tokens"] - 1,  # the first token is no target
+        "train_tokens": train_tokens(updates),
+        "validation_tokens": splits["validation"]["tokens"] - 1,  # the first token is no target
         **end,
     }
     points = [
         {
             **key,
             "update": update,
-            "train_tokens": update * recipe.update_tokens,
+            "train_tokens": train_tokens(update),
             "loss": _plain(loss),
             **end,
         }
         for update, loss in curve
     ]
     return {"starts": starts, "rows": [row], "curve": points}
+
+
+def trained_targets(tokens: int, updates: int, *, context: int, rows: int) -> int:
+    """How many targets a number of updates is trained on, as ``TokenLoader`` serves them.
+
+    Each epoch serves every full row of the split once. Its last update has the rows that are left,
+    and what pads it, up to a whole batch or to the same number for each worker, is no target.
+
+    Args:
+        tokens: Of the train split.
+        updates: From the start of the run.
+        context: Targets of a row.
+        rows: Of an update, over all workers.
+    """
+    in_epoch = (tokens - 1) // context
+    epochs, more = divmod(updates, math.ceil(in_epoch / rows))
+    return context * (epochs * in_epoch + min(more * rows, in_epoch))
 
 
 def _plain(value: Any) -> Any:

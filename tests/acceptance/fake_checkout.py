@@ -113,10 +113,11 @@ def make_checkout(folder: Path) -> Path:
     return folder
 
 
-def make_cache(folder: Path) -> Path:
-    """As much of a token cache as a campaign looks at."""
-    folder.mkdir()
-    content = {"identity": "cache-1", "splits": {"validation": {"tokens": 101}}}
+def make_cache(folder: Path, train_tokens: int = 5121) -> Path:
+    """As much of a token cache as a campaign looks at; the toy recipe's budget is one epoch."""
+    folder.mkdir(exist_ok=True)
+    splits = {"train": {"tokens": train_tokens}, "validation": {"tokens": 101}}
+    content = {"identity": "cache-1", "splits": splits}
     (folder / "manifest.json").write_text(json.dumps(content))
     return folder
 

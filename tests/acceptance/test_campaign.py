@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tinyllm.acceptance.fit import Fit
 from tinyllm.acceptance.freezing import freeze_native
 from tinyllm.acceptance.launcher import Launchers
 from tinyllm.acceptance.locks import claimed
+from tinyllm.acceptance.protocol import SIDES
 from tinyllm.acceptance.runs import RunError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -85,6 +86,37 @@ def test_a_whole_campaign(root: Path, parallel: int) -> None:
     last = curves.groupby(["recipe", "seed", "side"])["loss"].last().tolist()
     order = ["recipe", "seed", "side"]
     assert last == convergence.sort_values(order)["final_loss"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "targets"),
+    [  # 20 updates of 8 rows; less than an update is missing of the first two
+        (160, 20 * 8 * 32),
+        (101, (101 + 7 * 8) * 32),
+        (41, (3 * 41 + 2 * 8) * 32),
+    ],
+)
+def test_a_cache_below_the_budget_is_found_out(
+    root: Path, settings: Settings, capsys: pytest.CaptureFixture[str], rows: int, targets: int
+) -> None:
+    """The last update of each epoch has fewer rows, and the others are no targets."""
+    make_cache(Path(settings.cache), train_tokens=rows * 32 + 1)
+    name = candidate_of(root)
+    for side in (None, name):
+        Campaign(root, side).run("convergence")
+    collect(root, name)
+    tables = root / "qualifications" / name
+    assert set(pd.read_csv(tables / "convergence.csv")["train_tokens"]) == {targets}
+    capsys.readouterr()
+    curves = pd.read_csv(tables / "validation-curves.csv")
+    assert curves.groupby(["seed", "side"])["train_tokens"].max().unique() == [targets]
+    assert curves["train_tokens"].min() == 2 * 8 * 32
+    accept([str(root), "--json"])
+    gate = json.loads(capsys.readouterr().out)["gates"]["convergence"]
+    assert gate["verdict"] == ("failed" if rows == 41 else "pass")
+    places = ", ".join(f"toy-packed4-run seed {s} side {w}" for s, w in product((45, 46), SIDES))
+    message = f"not trained on the recipe's budget, to within one update: {places}"
+    assert gate["messages"] == ([message] if rows == 41 else [])
 
 
 def test_what_is_done_is_not_redone(root: Path) -> None:
@@ -363,7 +395,7 @@ def test_one_changed_byte_refuses_every_later_command(
 
 DRIVER = """
 import sys
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from fake_checkout import freeze
