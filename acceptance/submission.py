@@ -128,8 +128,14 @@ def _run_locally(campaign: Campaign, executor: Any, units: Sequence[Unit]) -> Su
 
     def run(unit: Unit) -> None:
         problem = executor.submit(unit).exception()
-        (summary.done if is_done(campaign.root, unit.name) else summary.failed).append(unit.name)
-        campaign.report(f"{'done  ' if problem is None else 'failed'}  {unit.name}")
+        if is_done(campaign.root, unit.name):
+            summary.done.append(unit.name)
+            campaign.report(f"done    {unit.name}")
+        elif problem is None:  # the job left it to the process that is at it
+            summary.elsewhere.append(unit.name)
+        else:
+            summary.failed.append(unit.name)
+            campaign.report(f"failed  {unit.name}")
 
     timed = any(unit.kind in ("windows", "pairs") for unit in units)
     with ThreadPoolExecutor(1 if timed else campaign.parallel) as threads:

@@ -90,11 +90,24 @@ def test_without_slurm_jobs_are_processes_here(root: Path) -> None:
 
 
 def test_a_job_that_fails_is_kept_apart_and_counts_as_failed(root: Path) -> None:
-    campaign = Campaign(root, candidate_of(root, "broken"), select=["toy-sync"])
+    lines: list[str] = []
+    broken = candidate_of(root, "broken")
+    campaign = Campaign(root, broken, select=["toy-sync"], report=lines.append)
     (failed,) = submit(campaign, "numerical", {}).failed
+    assert lines == [f"failed  {failed}"]
     assert list((root / "failed").glob(f"{failed}-1/*/failure.json"))
     (log,) = (root / "submitted").glob("*_log.err")
     assert f"{failed} failed" in log.read_text()
+
+
+def test_a_job_leaves_work_to_the_process_that_is_at_it(root: Path) -> None:
+    lines: list[str] = []
+    campaign = Campaign(root, candidate_of(root), select=["toy-sync"], report=lines.append)
+    (name,) = campaign.names("numerical")
+    with claimed(root / "locks", name):
+        summary = submit(campaign, "numerical", {})
+    assert (summary.done, summary.failed, summary.elsewhere) == ([], [], [name])
+    assert not lines  # as where it is done without a job
 
 
 def test_a_preempted_job_is_queued_again_and_goes_on(root: Path) -> None:
