@@ -13,6 +13,7 @@ from tinyllm.data.tokenizer import Tokenizer
 from tinyllm.model import KeyValueCache, Llama
 from tinyllm.module import module_of
 
+_SEEDS = range(-(2**63), 2**64)  # what PyTorch takes
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a character decodes to while bytes are missing
 
 
@@ -115,7 +116,7 @@ def sample(
         model: Holds one worker.
         prompt: ``[T]`` int64 ids, at least one.
         max_new_tokens: Most ids to sample; the context may end the text earlier.
-        temperature: Divides the logits; 0 always takes the likeliest id.
+        temperature: Divides the logits; 0, or what float32 cannot hold, takes the likeliest id.
         top_k: Keeps this many likeliest ids.
         top_p: Keeps the fewest likeliest ids that together have this probability (Holtzman et al.,
             "The Curious Case of Neural Text Degeneration", 2020).
@@ -133,6 +134,8 @@ def sample(
         raise ValueError(f"top_k is {top_k}; it must be at least 1")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1")
+    if seed is not None and seed not in _SEEDS:
+        raise ValueError(f"seed is {seed}; it must be from {_SEEDS[0]} to {_SEEDS[-1]}")
     room = model.config.context - len(prompt)
     if not len(prompt) or room < 0:
         raise ValueError(
@@ -143,7 +146,7 @@ def sample(
     generator.seed() if seed is None else generator.manual_seed(seed)
 
     def choose(logits: Tensor) -> Tensor:
-        if temperature == 0:
+        if temperature < torch.finfo(torch.float32).tiny:
             return logits.argmax(keepdim=True)
         # the largest becomes 0, so that no temperature makes infinities of it
         kept = restrict((logits - logits.max()) / temperature, top_k, top_p)

@@ -122,8 +122,15 @@ def test_top_k_of_one_is_greedy(model: Llama, temperature: float) -> None:
     assert list(sample(model, PROMPT, 10, temperature=temperature, top_k=1)) == expected
 
 
-def test_a_tiny_temperature_is_greedy(model: Llama) -> None:
-    assert list(sample(model, PROMPT, 10, temperature=1e-30)) == step_by_step(model, PROMPT, 10)
+@pytest.mark.parametrize("temperature", [1e-30, 2e-38, 1e-38, 1e-45, 1e-320])
+def test_a_tiny_temperature_is_greedy(model: Llama, temperature: float) -> None:
+    expected = step_by_step(model, PROMPT, 10)
+    assert list(sample(model, PROMPT, 10, temperature=temperature)) == expected
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
+def test_the_first_and_last_seed_work(model: Llama, seed: int) -> None:
+    assert len(list(sample(model, PROMPT, 3, seed=seed))) == 3
 
 
 def test_a_seed_repeats_and_none_does_not(model: Llama) -> None:
@@ -189,6 +196,8 @@ def test_a_prompt_may_fill_the_context(model: Llama) -> None:
         ({"top_k": 0}, "top_k is 0; it must be at least 1"),
         ({"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1"),
         ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"seed": 2**64}, f"seed is {2**64}; it must be from {-(2**63)} to {2**64 - 1}"),
+        ({"seed": -(2**63) - 1}, "it must be from"),
         ({"max_new_tokens": -1}, "max_new_tokens is -1; it must be at least 0"),
         ({"prompt": PROMPT[:0]}, "the prompt has 0 tokens; it must have from 1 to 24"),
         ({"prompt": torch.arange(25)}, "the prompt has 25 tokens; it must have from 1 to 24"),
