@@ -1,5 +1,6 @@
 """One process per device: launching, ranks, the process group and reductions."""
 
+import os
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -66,8 +67,16 @@ class ProcessStrategy(ParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        """Tells the cluster environment where this process stands."""
+        """Tells the cluster environment where this process stands.
+
+        Raises:
+            ValueError: It stands outside of the Trainer's devices or nodes.
+        """
         if self.cluster_environment is not None:
+            names = ("LOCAL_RANK", "SLURM_LOCALID")
+            _check_rank(self.local_rank, self.num_processes, "devices", names)
+            names = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
+            _check_rank(self.node_rank, self.num_nodes, "num_nodes", names)
             rank = self.node_rank * self.num_processes + self.local_rank
             self.cluster_environment.set_global_rank(rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -127,3 +136,16 @@ class ProcessStrategy(ParallelStrategy):
         if isinstance(tensor, Tensor):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
+
+
+def _check_rank(rank: int, ranks: int, option: str, names: tuple[str, ...]) -> None:
+    """Refuses what an earlier launcher has left behind, or one of more processes tells."""
+    if 0 <= rank < ranks:
+        return
+    name = next((name for name in names if os.environ.get(name) == str(rank)), names[0])
+    allowed = "0" if ranks == 1 else f"from 0 to {ranks - 1}"
+    raise ValueError(
+        f"the environment variable {name} is {rank}, and with {option}={ranks} of the Trainer it "
+        f"must be {allowed}. If no launcher has started this process, unset {name}; otherwise set "
+        f"{option} to the launcher's number."
+    )
