@@ -39,6 +39,15 @@ _SMALL_TOKENS = 16 * 1024
 _VALIDATIONS = 10
 """About how many validations a convergence run has; the last one is at its end."""
 
+LOG_EVERY_UPDATES = 10
+"""Between two log points."""
+
+_WORKLOAD_SEED = 0
+"""Of workloads; recipes bring their own."""
+
+_VALIDATION_ROWS = 32
+"""Of a validation batch; no loss depends on it."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -51,9 +60,6 @@ class Settings:
         native: Arguments of the strategy that make it the trusted side.
         models: ``model`` section of presets that tinyllm does not know.
         planned_updates: Length of the schedule of a workload; None takes 20 targets per parameter.
-        log_every_updates: Between two log points.
-        seed: Of workloads; recipes bring their own.
-        validation_batch_size: Rows of a validation batch.
     """
 
     cache: str
@@ -62,9 +68,6 @@ class Settings:
     native: Mapping[str, Any] = field(default_factory=lambda: {"backend": "native"})
     models: Mapping[str, Any] = field(default_factory=dict)
     planned_updates: int | None = None
-    log_every_updates: int = 10
-    seed: int = 0
-    validation_batch_size: int = 32
 
 
 def resolved_configs(protocol: Protocol, settings: Settings) -> dict[str, Config]:
@@ -91,7 +94,7 @@ def workload_config(workload: Workload, settings: Settings) -> Config:
         targets = TARGETS_PER_PARAMETER * PARAMETERS[workload.preset]
         updates = math.ceil(targets / workload.update_tokens)
     size = "small" if workload.kind != "production" else workload.scheme
-    config = _config(workload, size, settings, updates=updates, seed=settings.seed)
+    config = _config(workload, size, settings, updates=updates, seed=_WORKLOAD_SEED)
     if workload.micro_batch is not None:
         strategy = config["trainer"]["strategy"]
         strategy["init_args"]["micro_batch_size"] = workload.micro_batch
@@ -190,7 +193,7 @@ def _config(
             "precision": settings.precision,
             "max_steps": updates,
             "gradient_clip_val": part.clip,
-            "log_every_n_steps": settings.log_every_updates,
+            "log_every_n_steps": LOG_EVERY_UPDATES,
             "num_sanity_val_steps": 0,
             "enable_progress_bar": False,
             "default_root_dir": ".",
@@ -209,7 +212,7 @@ def _config(
             "cache": settings.cache,
             "context": part.context,
             "batch_size": part.workers * part.local_batch,
-            "validation_batch_size": settings.validation_batch_size,
+            "validation_batch_size": _VALIDATION_ROWS,
             "seed": seed,
         },
     }

@@ -11,6 +11,7 @@ import numpy as np
 from fake_checkout import PILOT
 
 from tinyllm.acceptance.campaign import Campaign
+from tinyllm.acceptance.configure import LOG_EVERY_UPDATES
 from tinyllm.acceptance.freezing import freeze_native
 from tinyllm.acceptance.runs import read_result
 
@@ -34,7 +35,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     (log,) = root.glob("work/*/native/metrics.csv")
-    assert len(log.read_text().splitlines()) < updates / settings.log_every_updates
+    assert len(log.read_text().splitlines()) < updates / LOG_EVERY_UPDATES
     assert subprocess.run(step).returncode == 0
 
     (name,) = Campaign(root, select=["*seed45"]).names("convergence")
