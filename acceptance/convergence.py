@@ -18,12 +18,11 @@ over n seeds, the one-sided upper bound is ``d + t · s / √n``, and it must be
 margin: an inconclusive bound blocks, even where the mean improves.
 
 A bound can be inconclusive because there are too few seeds. So the gate says how likely a truly
-equal candidate would pass, given the spread between two native runs of a seed: the one given by the
-caller, else that of the controls, else the protocol's assumption, else that of candidate − native.
+equal candidate would pass, given the spread between two native runs of a seed: that of the
+controls, else the protocol's assumption, else that of candidate − native.
 """
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -42,18 +41,12 @@ CONVERGENCE_COLUMNS = (
 """Names of all columns that the gate needs."""
 
 
-def convergence_gate(
-    rows: pd.DataFrame | None,
-    protocol: Protocol = PROTOCOL_1,
-    native_spread: Mapping[str, float] | None = None,
-) -> GateResult:
+def convergence_gate(rows: pd.DataFrame | None, protocol: Protocol = PROTOCOL_1) -> GateResult:
     """Decides whether a candidate converges like native, for each recipe.
 
     Args:
         rows: The table that the module describes, in any order of rows.
         protocol: What was to be trained.
-        native_spread: By recipe, the standard deviation of paired differences between native runs,
-            in nats, for the probability that an equal candidate passes. It changes no verdict.
 
     Returns:
         The verdict, with the tables ``convergence`` (means, bounds, verdicts), ``power`` (how
@@ -65,7 +58,7 @@ def convergence_gate(
     bounds = pd.DataFrame(
         [_bound(recipe, pairs, protocol, findings) for recipe in protocol.recipes]
     )
-    power = _power(pairs, protocol, native_spread or {})
+    power = _power(pairs, protocol)
     tables = {"convergence": bounds, "power": power, "pairs": pairs}
     return conclude("convergence", findings, tables)
 
@@ -176,13 +169,11 @@ def _bound(
     }
 
 
-def _power(
-    pairs: pd.DataFrame, protocol: Protocol, native_spread: Mapping[str, float]
-) -> pd.DataFrame:
+def _power(pairs: pd.DataFrame, protocol: Protocol) -> pd.DataFrame:
     """How likely a truly equal candidate passes each recipe and all of them."""
     records = []
     for recipe in protocol.recipes:
-        spread, source = _spread(recipe, pairs[pairs["recipe"] == recipe.id], native_spread)
+        spread, source = _spread(recipe, pairs[pairs["recipe"] == recipe.id])
         chance, needed = math.nan, math.nan
         if math.isfinite(spread):
             chance = pass_probability(
@@ -208,12 +199,8 @@ def _power(
     return pd.concat([table, pd.DataFrame([every])], ignore_index=True)
 
 
-def _spread(
-    recipe: Recipe, pairs: pd.DataFrame, native_spread: Mapping[str, float]
-) -> tuple[float, str]:
+def _spread(recipe: Recipe, pairs: pd.DataFrame) -> tuple[float, str]:
     """The standard deviation of paired differences to reckon with, and where it is from."""
-    if recipe.id in native_spread:
-        return float(native_spread[recipe.id]), "given"
     controls = pairs["control_difference"].dropna()
     if len(controls) >= 2:
         return float(controls.std()), f"native/native ({len(controls)} pairs)"

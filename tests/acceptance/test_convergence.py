@@ -68,16 +68,15 @@ def test_power_is_reported_beside_the_verdict() -> None:
     assert each["all"] == pytest.approx(np.prod(each[:5]))
 
 
-def test_a_spread_is_taken_from_the_caller_then_controls_then_the_protocol() -> None:
+def test_a_spread_is_taken_from_controls_then_the_protocol() -> None:
     rows = convergence_rows(PROTOCOL_2)
     controls = rows[(rows["side"] == "native") & (rows["recipe"] == "packed8-production")].copy()
     controls["side"] = "control"
     controls["final_loss"] += [0.001, -0.001, 0.001, -0.001]
     rows = pd.concat([rows, controls])
-    result = convergence_gate(rows, PROTOCOL_2, native_spread={"sync-production": 0.0024})
+    result = convergence_gate(rows, PROTOCOL_2)
     assert result.verdict == "pass"
     power = result.tables["power"].set_index("recipe")
-    assert power.loc["sync-production", ["paired_sd", "spread_of"]].to_list() == [0.0024, "given"]
     assert power.loc["packed8-production", "spread_of"] == "native/native (4 pairs)"
     spread = np.std([0.001, -0.001, 0.001, -0.001], ddof=1)
     assert power.loc["packed8-production", "paired_sd"] == pytest.approx(spread)
@@ -86,7 +85,9 @@ def test_a_spread_is_taken_from_the_caller_then_controls_then_the_protocol() -> 
 
 
 def test_a_hopeless_spread_needs_no_finite_number_of_seeds() -> None:
-    power = convergence_gate(convergence_rows(), SMALL, {"sync-production": 50.0}).tables["power"]
+    rows = convergence_rows(difference=lambda recipe, seed: 50.0 * (seed - 45))
+    power = convergence_gate(rows, SMALL).tables["power"]
+    assert power["paired_sd"][0] == 50.0
     assert power["seeds_for_0.9"][0] == np.inf
 
 
