@@ -317,7 +317,7 @@ def _complete_timing(folder: Path) -> dict[str, Any]:
 
 
 def _timed_row(folder: Path, protocol: Protocol) -> dict[str, Any]:
-    """What one side's files say, in the columns of the throughput gate."""
+    """What one side's files say, in the columns of the performance gate."""
     timing = _complete_timing(folder)
     timed = pd.read_csv(folder / "throughput.csv")
     if (timed["seconds"] < protocol.window_seconds).any():

@@ -1,4 +1,4 @@
-"""The throughput gate: how fast a candidate is beside native, from timed windows.
+"""The performance gate: how fast a candidate is beside native, from timed windows.
 
 The table has a row for each side of each pair:
 
@@ -10,7 +10,7 @@ allocation             names the allocation (a job, a lease, a boot) that the si
                        sides of a pair share one, the repeats of a workload do not
 position               1 for the side of the pair that ran first, 2 for the other
 warmup_updates         updates before the first window
-window_updates         updates in each window
+window_updates         updates in each window: the ``updates_per_window`` of ``timing.json``
 window_K_seconds       duration of window K, from 1 to the protocol's number of windows
 protocol               hash of the protocol
 =====================  ==========================================================================

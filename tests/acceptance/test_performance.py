@@ -1,4 +1,4 @@
-"""The throughput gate: published rows, thresholds, and every way a table can be wrong."""
+"""The performance gate: published rows, thresholds, and every way a table can be wrong."""
 
 from collections.abc import Callable
 from dataclasses import replace
