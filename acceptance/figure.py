@@ -76,29 +76,40 @@ def qualification_figure(
     title = f"{candidate}: {words(found.verdict)}"
     title += f" (protocol {protocol.version}, {protocol.hash[:12]})"
     if missing:
-        planned = {
-            "performance": f"{len(tables['ratios'])} pairs",
-            "numerical": f"{len(tables['cases'])} comparisons",
-            "convergence": f"{len(tables['pairs'])} seeds",
-        }
-        counts = [f"{len(names)} of {planned[gate]}" for gate, names in missing.items() if names]
-        lacks = f"missing {', '.join(counts)}" if counts else "some rows do not count"
-        title = f"PARTIAL: {lacks}\n{title}"
-        figure.text(
-            0.5,
-            0.5,
-            "PARTIAL",
-            fontsize=130,
-            fontweight="bold",
-            color=_FAIL,
-            alpha=0.07,
-            rotation=28,
-            ha="center",
-            va="center",
-        )
-    figure.suptitle(title, fontsize=14, color=_FAIL if missing else _LIMIT)
+        _mark_partial(figure, title, tables, missing)
+    else:
+        figure.suptitle(title, fontsize=14, color=_LIMIT)
     _fix_layout(figure)
     return figure
+
+
+def _mark_partial(
+    figure: "Figure",
+    title: str,
+    tables: Mapping[str, pd.DataFrame],
+    missing: Mapping[str, Sequence[str]],
+) -> None:
+    """Says in the title how much of what was planned is missing, and lays a watermark over all."""
+    planned = {
+        "performance": f"{len(tables['ratios'])} pairs",
+        "numerical": f"{len(tables['cases'])} comparisons",
+        "convergence": f"{len(tables['pairs'])} seeds",
+    }
+    counts = [f"{len(names)} of {planned[gate]}" for gate, names in missing.items() if names]
+    lacks = f"missing {', '.join(counts)}" if counts else "some rows do not count"
+    figure.text(
+        0.5,
+        0.5,
+        "PARTIAL",
+        fontsize=130,
+        fontweight="bold",
+        color=_FAIL,
+        alpha=0.07,
+        rotation=28,
+        ha="center",
+        va="center",
+    )
+    figure.suptitle(f"PARTIAL: {lacks}\n{title}", fontsize=14, color=_FAIL)
 
 
 def _fix_layout(figure: "Figure") -> None:
