@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -39,25 +38,21 @@ class TokenLossWriter(BasePredictionWriter):
     ) -> None:
         losses, scored = prediction.float(), batch[:, 1:] != IGNORED
         if trainer.world_size > 1:
-            losses = _gathered(losses, trainer.world_size)
-            scored = _gathered(scored.byte(), trainer.world_size).bool()
-        self._losses.append(losses[scored].cpu())
+            # [ranks, rows, T] to [rows, T]: row r of a batch is on rank `r mod ranks`
+            gather = trainer.strategy.all_gather
+            losses = gather(losses).transpose(0, 1).flatten(0, 1)
+            scored = gather(scored).transpose(0, 1).flatten(0, 1)
+        if trainer.is_global_zero:
+            self._losses.append(losses[scored].cpu())
 
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        losses = torch.cat(self._losses).numpy()
-        self._losses.clear()
         if not trainer.is_global_zero:
             return
+        losses = torch.cat(self._losses).numpy()
+        self._losses.clear()
         path = Path(trainer.default_root_dir) / "predictions.npy"
         with replacing(path) as partial, partial.open("wb") as file:
             np.save(file, losses)
         mean = losses.mean(dtype=np.float64)
         rank_zero_info(f"{path}: losses of {losses.size:,} tokens, {mean:.4f} nats on average")
-
-
-def _gathered(rows: Tensor, world_size: int) -> Tensor:
-    """A global batch ``[B, T]``, whose row r is on rank ``r mod ranks``."""
-    parts = [torch.empty_like(rows) for _ in range(world_size)]
-    dist.all_gather(parts, rows.contiguous())
-    return torch.stack(parts, 1).flatten(0, 1)
