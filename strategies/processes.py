@@ -1,6 +1,7 @@
 """One process per device: launching, ranks, the process group and reductions."""
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,6 +24,9 @@ from tinyllm.strategies.roster import Roster
 T = TypeVar("T")
 
 _YEAR = 366 * 86_400  # seconds
+# Variables in which launchers tell a process its place.
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
+_NODE_RANKS = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 
 
 class ProcessStrategy(ParallelStrategy):
@@ -73,10 +77,8 @@ class ProcessStrategy(ParallelStrategy):
             ValueError: It stands outside of the Trainer's devices or nodes.
         """
         if self.cluster_environment is not None:
-            names = ("LOCAL_RANK", "SLURM_LOCALID")
-            _check_rank(self.local_rank, self.num_processes, "devices", names)
-            names = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
-            _check_rank(self.node_rank, self.num_nodes, "num_nodes", names)
+            _check_rank(self.local_rank, self.num_processes, "devices", _LOCAL_RANKS)
+            _check_rank(self.node_rank, self.num_nodes, "num_nodes", _NODE_RANKS)
             rank = self.node_rank * self.num_processes + self.local_rank
             self.cluster_environment.set_global_rank(rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -138,7 +140,7 @@ class ProcessStrategy(ParallelStrategy):
         return tensor
 
 
-def _check_rank(rank: int, ranks: int, option: str, names: tuple[str, ...]) -> None:
+def _check_rank(rank: int, ranks: int, option: str, names: Sequence[str]) -> None:
     """Refuses what an earlier launcher has left behind, or one of more processes tells."""
     if 0 <= rank < ranks:
         return

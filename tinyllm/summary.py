@@ -106,7 +106,8 @@ def _devices(trainer: Trainer) -> str:
 
 def _batches(trainer: Trainer) -> int | None:
     """How many make an update; None where that depends on the epoch."""
-    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
     return None if scheduled else trainer.accumulate_grad_batches
 
 
