@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from engines import Backend, Run
-from gpu_batches import CONFIG, token_rows
+from gpu_batches import CONFIG, chained_rows, token_rows
 from torch import Tensor
 
 from tinyllm.errors import NonFiniteError
@@ -55,18 +55,19 @@ def test_gradients_are_as_good_as_natives(workers: int, micro: int | None) -> No
 
 
 def test_gradients_have_no_bias_that_native_has_not() -> None:
-    """Summed over many batches, errors that are chance nearly vanish beside the sum.
+    """Summed over many batches, errors that are chance nearly vanish along the sum.
 
     The weights are trained, so that tokens' probabilities and gradients are not all alike.
     """
     runs = {name: engine_run(name, 1) for name in ("gh200", "native")}  # type: ignore[arg-type]
     oracle = engine_run("native", 1, high=torch.float64)
     mine = runs["gh200"]
-    for rows in token_rows(1, 8, 100):
+    batches = chained_rows(8, 132)
+    for rows in batches[:100]:
         mine.update([rows], 0.003, 1.0)
     for run in (runs["native"], oracle):
         run.arena.weights.copy_(mine.arena.weights)
-    for rows in token_rows(1, 8, 132)[100:]:
+    for rows in batches[100:]:
         for run in (oracle, *runs.values()):
             run.engine.accumulate(rows)
     truth = oracle.arena.gradients
