@@ -11,7 +11,7 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import run_on_ranks
-from run_files import Run, copy, load, metrics
+from run_files import Run, assert_same_state, copy, load, metrics
 from stopping import tinyllm_on_this_rank
 from torch.utils.data import DataLoader
 
@@ -61,6 +61,20 @@ def test_last_holds_the_newest_state(fit: Run, interval: int | None) -> None:
     expected = {None: [4, 8, 11], 5: [5, 10, 11], 4: [4, 8, 11]}
     assert saved == expected[interval]
     assert load(Path("run/checkpoints/last.ckpt"))["global_step"] == 11
+
+
+def test_last_holds_what_was_trained_beside_an_average(fit: Run) -> None:
+    """Lightning's callback ends with the average in the weights' place."""
+    options = ["--trainer.callbacks+=WeightAveraging", "--model.schedule.updates", 12]
+    fit("whole", *options)
+    fit("run", *options, "--trainer.max_steps", 7)
+    state = load(Path("run/checkpoints/last.ckpt"))
+    fit("plain", *options[1:], "--trainer.max_steps", 7)
+    assert _same(
+        state["current_model_state"], load(Path("plain/checkpoints/last.ckpt"))["state_dict"]
+    )
+    fit("run", *options, "--ckpt_path", "last")
+    assert_same_state("run", Path("whole"))
 
 
 def states(folder: Path | str) -> list[dict[str, Any]]:
