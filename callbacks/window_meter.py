@@ -54,9 +54,9 @@ class WindowMeter:
 
     def __init__(
         self,
-        warmup_updates: int = 20,
-        windows: int = 5,
-        window_seconds: float = 1.0,
+        warmup_updates: int,
+        windows: int,
+        window_seconds: float,
         updates_per_window: int | None = None,
     ) -> None:
         least = {"warmup_updates": warmup_updates, "windows": windows}

@@ -18,12 +18,9 @@ from typing_extensions import override
 
 from tinyllm.arguments import check_choice
 from tinyllm.errors import NonFiniteError
+from tinyllm.kernel_cache import use_local_kernel_cache
 from tinyllm.metrics import UpdateMetrics
-from tinyllm.strategies.backends import (
-    Backend,
-    choose_backend,
-    use_local_kernel_cache,
-)
+from tinyllm.strategies.backends import Backend, choose_backend
 from tinyllm.strategies.checkpoint_io import AtomicCheckpointIO
 from tinyllm.strategies.engine import Combine, Engine, GroupHyperparameters, Ranks
 from tinyllm.strategies.log_points import LogPoints

@@ -120,8 +120,8 @@ class DecentralizedStrategy(ArenaStrategy):
     @override
     def _build_engine(self, tenant: Tenant, backend: Literal["gh200", "native"]) -> Engine:
         engine = super()._build_engine(tenant, backend)
-        workers, rank = self.ranks.num_workers, self.global_rank
-        self._gossip = Gossip(workers, rank, engine.arena.weights) if workers > 1 else None
+        N, rank = self.ranks.num_workers, self.global_rank
+        self._gossip = Gossip(N, rank, engine.arena.weights) if N > 1 else None
         return engine
 
     def gamma(self, update: int) -> float:

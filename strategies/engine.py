@@ -126,10 +126,6 @@ class Combine:
     def __post_init__(self) -> None:
         check_choice("scheme", self.scheme, Scheme)
 
-    def __call__(self, rows: Tensor, failed: Tensor) -> None:
-        """See ``apply``."""
-        self.apply(rows, failed)
-
 
 class Engine(Protocol):
     """Accumulates gradients over batches and applies one update to all local workers.

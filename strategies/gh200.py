@@ -243,10 +243,10 @@ class Gh200Engine:
         self._all_failed_workers = self._ranks.gather(self._failed_workers)
         self.failed.copy_(self._all_failed_workers.any())
         if combine is not None and combine.scheme == "awc":
-            combine(self.arena.weights, self.failed.bool())
+            combine.apply(self.arena.weights, self.failed.bool())
         self._call("adamw", self._adamw, "none")
         if combine is not None and combine.scheme == "atc":
-            combine(self.arena.weights, self.failed.bool())
+            combine.apply(self.arena.weights, self.failed.bool())
             # the shadow follows at the next batch, since the weights' version has changed
 
     # --- evaluation ---------------------------------------------------------------------------

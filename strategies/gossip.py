@@ -15,14 +15,14 @@ class Gossip:
     :meth:`start` and :meth:`combine`.
 
     Args:
-        workers: Workers N on all ranks.
+        num_workers: N, on all ranks.
         rank: This process.
         like: This rank's rows ``[W, D]``; buffers are made like it once they are needed.
     """
 
-    def __init__(self, workers: int, rank: int, like: Tensor) -> None:
+    def __init__(self, num_workers: int, rank: int, like: Tensor) -> None:
         self._local = range(rank * len(like), (rank + 1) * len(like))
-        self._workers = workers
+        self._num_workers = num_workers
         self._combined: Tensor | None = None
         self._received: dict[int, Tensor] = {}
         self._requests: list[dist.Work] = []
@@ -38,7 +38,7 @@ class Gossip:
         self._started = True
         per_rank = len(self._local)
         operations = []
-        for worker in range(self._workers):  # every pair of ranks sees one order
+        for worker in range(self._num_workers):  # every pair of ranks sees one order
             owner = worker // per_rank
             readers = {int(i) // per_rank for i in np.flatnonzero(matrix[:, worker])} - {owner}
             if worker in self._local:

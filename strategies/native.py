@@ -127,10 +127,10 @@ class NativeEngine:
         if clip_norm is not None:
             self.arena.gradients *= (clip_norm / (norm + 1e-6)).clamp_max(1.0)[:, None]
         if combine is not None and combine.scheme == "awc":
-            combine(self.arena.weights, self.failed)
+            combine.apply(self.arena.weights, self.failed)
         self._adapt(groups)
         if combine is not None and combine.scheme == "atc":
-            combine(self.arena.weights, self.failed)
+            combine.apply(self.arena.weights, self.failed)
         self.next_update += 1
         self.pending = False
         return UpdateMetrics(loss, self.targets.clone(), norm, groups[0].lr, self.failed)

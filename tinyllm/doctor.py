@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyllm.extras import cpp_compiler
+from tinyllm.kernel_cache import use_local_kernel_cache
 
 Lines = Iterator[tuple[str, str]]
 
@@ -37,7 +38,7 @@ def doctor(backends: Callable[[], Any]) -> None:
         _gpus,
         lambda: _backend(backends()),
         _machine,
-        lambda: _space(backends()),
+        _space,
     )
     for section in sections:
         try:
@@ -117,9 +118,9 @@ def _machine() -> Lines:
     yield "memory", f"{total:.1f} GiB, {available:.1f} GiB available"
 
 
-def _space(backends: Any) -> Lines:
+def _space() -> Lines:
     yield "working folder", _free(Path.cwd())
-    backends.use_local_kernel_cache()  # which says where it is
+    use_local_kernel_cache()  # which says where it is
     yield "Triton cache", _free(Path(os.environ["TRITON_CACHE_DIR"]))
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

@@ -27,7 +27,8 @@ from tinyllm.predictions import TokenLossWriter
 from tinyllm.progress import RunProgressBar
 from tinyllm.quiet import quiet
 from tinyllm.requeue import goes_on_from, requeued_by_slurm
-from tinyllm.run_folder import RunCheckpoint, RunFolder
+from tinyllm.run_checkpoint import RunCheckpoint
+from tinyllm.run_folder import RunFolder
 from tinyllm.short_names import class_of
 from tinyllm.summary import RunSummary
 

@@ -106,7 +106,7 @@ def test_pauses_are_in_no_window() -> None:
 
 
 def test_an_unfinished_meter_says_so() -> None:
-    run = Run(WindowMeter(warmup_updates=3))
+    run = Run(WindowMeter(warmup_updates=3, windows=5, window_seconds=1.0))
     run.update(1.0)
     summary = run.meter.summary()
     assert (summary["complete"], summary["startup_seconds"]) == (False, None)

@@ -115,12 +115,12 @@ def test_kernels_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, varia
 def test_the_folder_of_kernels_is_the_one_that_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tinyllm.strategies import backends
+    from tinyllm import kernel_cache
 
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    monkeypatch.setattr(backends.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(kernel_cache.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    backends.use_local_kernel_cache()
+    kernel_cache.use_local_kernel_cache()
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / f"tinyllm_kernels_{os.getuid()}")
 
 

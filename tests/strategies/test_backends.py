@@ -1,9 +1,6 @@
 """Which engine is chosen, and what a user is told about it."""
 
 import logging
-import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +15,7 @@ from tinyllm import LlamaConfig, TinyLLM
 from tinyllm.model import Llama
 from tinyllm.strategies import DecentralizedStrategy, SyncStrategy
 from tinyllm.strategies import backends as backends_module
-from tinyllm.strategies.backends import choose_backend, use_local_kernel_cache
+from tinyllm.strategies.backends import choose_backend
 from tinyllm.strategies.native import NativeEngine
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -179,43 +176,3 @@ def test_asking_for_gh200_on_a_cpu_is_an_error(module: type[TinyLLM]) -> None:
     trained = module(config=CONFIG, optimizer=OPTIMIZER, schedule=SCHEDULE)
     with pytest.raises(MisconfigurationException, match="on the cpu; pass backend: auto or native"):
         fit(trained, SyncStrategy(backend="gh200"), batches(1))
-
-
-# --- compiled kernels -----------------------------------------------------------------------------
-
-
-def test_kernels_are_kept_on_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", "")
-    monkeypatch.delenv("TRITON_CACHE_DIR")
-    use_local_kernel_cache()
-    folder = Path(os.environ["TRITON_CACHE_DIR"])
-    assert folder.parent == Path(tempfile.gettempdir())
-    assert str(os.getuid()) in folder.name  # another user's is not ours to write
-
-
-def test_a_folder_for_kernels_that_was_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere/else")
-    use_local_kernel_cache()
-    assert os.environ["TRITON_CACHE_DIR"] == "/somewhere/else"
-
-
-@pytest.mark.parametrize("taken_by", ["file", "link", "others"])
-def test_a_folder_that_others_can_write_to_is_not_the_cache(
-    taken_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    name = tmp_path / f"tinyllm_kernels_{os.getuid()}"
-    if taken_by == "link":
-        (tmp_path / "elsewhere").mkdir()
-        name.symlink_to(tmp_path / "elsewhere")
-    elif taken_by == "others":
-        name.mkdir()
-        name.chmod(0o777)
-    else:
-        name.touch()
-    use_local_kernel_cache()
-    folder = Path(os.environ["TRITON_CACHE_DIR"])
-    assert folder != name
-    assert folder.parent == tmp_path
-    assert folder.stat().st_mode & 0o077 == 0

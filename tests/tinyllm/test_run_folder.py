@@ -19,7 +19,7 @@ from tinyllm import LlamaConfig, TinyLLM
 from tinyllm.checkpoint import find_checkpoint
 from tinyllm.data.cache import TokenCache
 from tinyllm.module import AdamWConfig
-from tinyllm.run_folder import RunCheckpoint, _same
+from tinyllm.run_checkpoint import RunCheckpoint, _same
 from tinyllm.strategies import SyncStrategy
 
 
