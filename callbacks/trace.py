@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
@@ -46,6 +47,8 @@ class UpdateTrace(Callback):
     the global batch's rows as little-endian int64, in the order of their global numbers, with
     accumulated batches one after the other; it does not depend on the number of ranks. An update
     is listed once its files are complete.
+
+    A run that is resumed keeps a trace that is there, and traces nothing.
 
     It works with this library's strategies on any number of ranks, and on one device with plain
     Adam or AdamW, which is one worker. While updates are traced the host waits for the device;
@@ -99,6 +102,13 @@ class UpdateTrace(Callback):
                 f"UpdateTrace traces one optimizer with Adam's moments, and there is {named}; use "
                 "torch.optim.AdamW or leave the callback out"
             )
+        folder = self._place(trainer)
+        if trainer.global_step and trainer.strategy.broadcast((folder / "trace.json").exists()):
+            self._left = 0
+            rank_zero_info(f"{folder} holds the trace of this run's first updates and is kept")
+
+    def _place(self, trainer: Trainer) -> Path:
+        return Path(self._folder or Path(trainer.default_root_dir) / "trace")
 
     @override
     def on_train_batch_start(
@@ -141,8 +151,7 @@ class UpdateTrace(Callback):
             }
         )
         if trainer.is_global_zero:
-            folder = Path(self._folder or Path(trainer.default_root_dir) / "trace")
-            self._write(folder, tensors, rows)
+            self._write(self._place(trainer), tensors, rows)
         self._left -= 1
         self._begin_update()
 

@@ -222,6 +222,17 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
         assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
 
 
+def test_a_resumed_run_keeps_the_trace_of_its_first_updates(tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+    options: dict[str, Any] = {"callbacks": [save], "enable_checkpointing": True}
+    trace(tmp_path / "run", SyncStrategy(compile=False), batches(1), 2, **options)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    path = tmp_path / "step=4.ckpt"
+    _, records = trace(tmp_path / "run", SyncStrategy(compile=False), batches(1), 2, ckpt_path=path)
+    assert [record["update"] for record in records] == [0, 1]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
 def test_more_updates_than_the_run_has(tmp_path: Path) -> None:
     _, records = trace(tmp_path, SyncStrategy(compile=False), batches(1), 5, max_steps=2)
     assert len(records) == 2
