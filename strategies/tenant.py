@@ -157,8 +157,8 @@ class Tenant:
             if self._parameters[name].data_ptr() != address:
                 raise MisconfigurationException(
                     f"something has put other memory in place of {name}.data, and this strategy "
-                    "trains and evaluates what lies in its own; change the parameter in place, as "
-                    "`parameter.data.copy_(values)` does"
+                    "trains and evaluates what lies in its own; change the parameter in place: "
+                    "`with torch.no_grad(): parameter.copy_(values)`"
                 )
 
     def bind_gradients(self) -> None:
