@@ -26,7 +26,7 @@ def test_every_command_does_what_the_guide_says(tmp_path: Path) -> None:
     make_checkout(tmp_path)
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     (tmp_path / "data").mkdir()
-    make_cache(tmp_path / "data" / "corpus")
+    make_cache(tmp_path / "data" / "corpus", train_tokens=500_000_001)  # more than a budget
     (tmp_path / "small.json").write_text(replace(SMALL, small_batch_ratio=0.5).to_json())
     commands = [line.replace("--protocol 2", "--protocol small.json") for line in COMMANDS if line]
     assert commands != COMMANDS

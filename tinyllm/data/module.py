@@ -126,7 +126,7 @@ class TokenDataModule(lightning.LightningDataModule):
         else:
             self._train_loader.load_state_dict(state["train"])
         if self.trainer is not None:
-            repair_restored_epoch(self.trainer)
+            repair_restored_epoch(self.trainer, state["train"]["epoch"])
 
     def train_dataloader(self) -> TokenLoader:
         """Shuffled rows of the train split; `batch_size` of them make one update."""

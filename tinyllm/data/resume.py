@@ -15,17 +15,23 @@ from typing import Any
 import lightning
 
 
-def repair_restored_epoch(trainer: lightning.Trainer) -> None:
-    """Correct the loop counters of a checkpoint that is being restored; call before they are."""
+def repair_restored_epoch(trainer: lightning.Trainer, epoch: int) -> None:
+    """Correct the loop counters of a checkpoint that is being restored; call before they are.
+
+    Args:
+        trainer: It has loaded the checkpoint.
+        epoch: In which the loader's next batch lies; it counts right however a run has ended.
+    """
     loops = trainer._checkpoint_connector._loaded_checkpoint.get("loops")
     if not loops:
         return
     state = loops["fit_loop"]
     batches, epochs = state["epoch_loop.batch_progress"], state["epoch_progress"]
     is_inside = batches["current"]["ready"] and not batches["is_last_batch"]
-    if is_inside and epochs["current"]["completed"] == epochs["current"]["started"]:
+    if is_inside and epochs["current"]["completed"] == epoch + 1:
         for count in (epochs["total"], epochs["current"]):
-            count["processed"] = count["completed"] = count["started"] - 1
+            count["processed"] -= 1
+            count["completed"] -= 1
     is_at_end = (
         batches["is_last_batch"] and batches["current"]["completed"] == batches["current"]["ready"]
     )

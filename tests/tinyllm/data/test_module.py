@@ -169,6 +169,29 @@ def test_resume_a_run_that_ended_inside_an_epoch(
     assert validated == [end for end in ends if end > stop]
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_resume_again_inside_the_epoch_after_the_first_resume(
+    cache: Path, tmp_path: Path, ended: bool
+) -> None:
+    """From a checkpoint of its middle, and of its orderly end there."""
+    expected, uninterrupted = run(cache, tmp_path, max_epochs=3)
+    first, trainer = run(cache, tmp_path, max_epochs=3, max_steps=BATCHES)
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    save = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    options: dict[str, Any] = {"callbacks": [save], "enable_checkpointing": True}
+    steps = BATCHES + 2
+    second, trainer = run(
+        cache, tmp_path, tmp_path / "first.ckpt", max_epochs=3, max_steps=steps, **options
+    )
+    path = tmp_path / f"step={steps}.ckpt"
+    if ended:
+        path = tmp_path / "second.ckpt"
+        trainer.save_checkpoint(path)
+    rest, trainer = run(cache, tmp_path, path, max_epochs=3)
+    torch.testing.assert_close(torch.stack(first + second + rest), torch.stack(expected))
+    assert trainer.current_epoch == uninterrupted.current_epoch == 3
+
+
 def test_a_checkpoint_after_a_validation_holds_where_the_fit_has_come_to(
     cache: Path, tmp_path: Path
 ) -> None:
