@@ -57,6 +57,17 @@ def cache(tmp_path: Path) -> str:
     return str(tmp_path / "cache")
 
 
+def three_windows(folder: Path) -> ThroughputWindows:
+    """Their edges are EDGES."""
+    return ThroughputWindows(
+        folder,
+        warmup_updates=WARMUP,
+        windows=3,
+        updates_per_window=PER_WINDOW,
+        window_seconds=1e-9,
+    )
+
+
 def test_nothing_waits_between_edges(
     cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,13 +75,7 @@ def test_nothing_waits_between_edges(
     seed_everything(0, verbose=False)
     waits: list[int] = []
     synchronize = torch.accelerator.synchronize
-    windows = ThroughputWindows(
-        tmp_path,
-        warmup_updates=WARMUP,
-        windows=3,
-        updates_per_window=PER_WINDOW,
-        window_seconds=1e-9,
-    )
+    windows = three_windows(tmp_path)
     trainer = Trainer(
         accelerator="gpu",
         devices=1,
@@ -135,13 +140,7 @@ def test_tokens_are_counted_before_their_memory_is_used_again(
     rows = torch.randint(512, (UPDATES, 4, 129), device="cuda")
     for number, batch in enumerate(rows):
         batch[:, 1 : 1 + number] = -100
-    windows = ThroughputWindows(
-        tmp_path,
-        warmup_updates=WARMUP,
-        windows=3,
-        updates_per_window=PER_WINDOW,
-        window_seconds=1e-9,
-    )
+    windows = three_windows(tmp_path)
     trainer = Trainer(
         accelerator="gpu",
         devices=1,

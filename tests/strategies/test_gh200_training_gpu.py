@@ -9,10 +9,11 @@ import pytest
 import torch
 from engines import Backend
 from gpu_batches import CONFIG, token_rows
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from simulation import Batches, Record, Recorder, new_trainer
 from torch import Tensor
+from waiting import ForbidWaiting
 
 from tinyllm import TinyLLM
 from tinyllm.checkpoint import read_checkpoint
@@ -118,18 +119,6 @@ def test_200_updates_stay_as_near_to_native_as_native_to_itself(strategy: Any) -
     print(f"from native {ratio:.2f} times as far as the control, from fp32 {error:.2f} times")
     assert ratio <= 3, f"{ratio:.2f} times the control's distance"
     assert error <= 1.5, f"{error:.2f} times native's distance from fp32"
-
-
-class ForbidWaiting(Callback):
-    """Makes any wait for the device an error, except at log points and in the first updates."""
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        logs = trainer._logger_connector.should_update_logs
-        warm = trainer.global_step >= 3
-        torch.cuda.set_sync_debug_mode("error" if warm and not logs else "default")
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("strategy", [sync, packed])

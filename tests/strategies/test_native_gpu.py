@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from waiting import ForbidWaiting
 
 from tinyllm import LlamaConfig, TinyLLM, TokenDataModule
 from tinyllm.data.prepare import prepare
@@ -47,21 +47,6 @@ def fit(cache: Path, strategy: Any, *callbacks: Callback, **options: Any) -> Tin
     data = TokenDataModule(str(cache), context=128, batch_size=16, residency=residency)
     trainer.fit(module, data)
     return module
-
-
-class ForbidWaiting(Callback):
-    """Makes any wait for the device an error, except at log points and in the first updates."""
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        logs = trainer._logger_connector.should_update_logs
-        warm = trainer.global_step >= 3
-        torch.cuda.set_sync_debug_mode("error" if warm and not logs else "default")
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        torch.cuda.set_sync_debug_mode("default")
-
-    def on_exception(self, *_: Any) -> None:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("residency", ["host", "device"])
