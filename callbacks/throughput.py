@@ -127,7 +127,7 @@ class ThroughputWindows(Callback):
     ) -> None:
         # The batch has been used, and the update that follows hides what would be a hundredth of a
         # small one. The other stream is waited for before anybody can write into the batch.
-        if self._counting is not None:
+        if self._counting is not None and self._uncounted is not None:
             self._counting.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._counting):
                 self._count()

@@ -35,8 +35,9 @@ class RunCheckpoint(ModelCheckpoint):
         self._begun = False
         if stage == "fit":  # a new list, since Lightning is going through the old one
             untyped: Any = trainer  # mypy does not see the attribute
-            others = [c for c in untyped.callbacks if not isinstance(c, _SaveFirst)]
-            untyped.callbacks = [_SaveFirst(self), *others]
+            firsts = [c.checkpoint for c in untyped.callbacks if isinstance(c, _SaveFirst)]
+            if self not in firsts:
+                untyped.callbacks = [_SaveFirst(self), *untyped.callbacks]
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -171,11 +172,11 @@ class _SaveFirst(Callback):
     """
 
     def __init__(self, checkpoint: RunCheckpoint) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._checkpoint._save_newest(trainer)
+        self.checkpoint._save_newest(trainer)
 
 
 def _same(one: Any, other: Any) -> bool:
