@@ -35,8 +35,9 @@ FORMAT = 1
 QUANTITIES = ("gradients", "parameters", "updates", "exp_avg", "exp_avg_sq")
 """Kinds of tensors in a trace, each compared by itself."""
 
-_PART = 1 << 14
-"""Numbers compared at a time: they stay in a core's cache, where whole tensors do not."""
+_PART = 1 << 13
+"""Numbers compared at a time: they stay in a core's cache, where whole tensors do not, and are too
+few for OpenBLAS to share a sum of them out among threads, which takes many times as long."""
 _Vector: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 

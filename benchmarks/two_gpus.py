@@ -8,12 +8,14 @@ figures are medians of the repeats. ``trajectories``: ``tinyllm fit`` traces its
 on one GPU and on two, from one state, over the same global batches; relative L2 over all parameters
 of a worker, the largest of any worker and update, beside the limits of protocol 1. Both for
 synchronous and for decentralized training (AWC): 4 workers on each GPU for rates, and 8 for
-trajectories, all on one GPU or 4 on each of two. What both modes do on one GPU runs side by side,
-on a GPU each. What follows ``--`` goes to ``tinyllm fit``.
+trajectories, all on one GPU or 4 on each of two. One GPU's rates of both modes are measured side by
+side, on a GPU each; trajectories, which are not timed, all at once. What follows ``--`` goes to
+``tinyllm fit``.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -106,15 +108,19 @@ def differences(one: Path, two: Path) -> dict[str, float]:
 def measure_trajectories(folder: Path, options: list[str]) -> dict[str, dict[str, float]]:
     """For each mode how far two GPUs lead from one."""
     random_cache(folder, 2_000_000)
-    with ThreadPoolExecutor() as threads:
-        ones = [
-            threads.submit(trace, mode, 1, gpu, folder, options)
+    # a process forked from one that has threads and a GPU may never end
+    spawn = multiprocessing.get_context("spawn")
+    with ThreadPoolExecutor() as threads, ProcessPoolExecutor(mp_context=spawn) as processes:
+        traces = {
+            (mode, devices): threads.submit(trace, mode, devices, alone, folder, options)
             for gpu, mode in enumerate(STRATEGIES)
-        ]
-    twos = [trace(mode, 2, None, folder, options) for mode in STRATEGIES]
-    with ProcessPoolExecutor() as processes:
-        found = processes.map(differences, [one.result() for one in ones], twos)
-        results = dict(zip(STRATEGIES, found, strict=True))
+            for devices, alone in ((1, gpu), (2, None))
+        }
+        pairs = {
+            mode: [traces[mode, devices].result() for devices in (1, 2)] for mode in STRATEGIES
+        }
+        found = {mode: processes.submit(differences, *pair) for mode, pair in pairs.items()}
+        results = {mode: difference.result() for mode, difference in found.items()}
     for mode, worst in results.items():
         for quantity, value in worst.items():
             print(f"{mode}: {quantity} {value:.2e}, limit {LIMITS.get(quantity, '-')}", flush=True)

@@ -1,6 +1,7 @@
 """Comparing traces, on small ones whose distances are known."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,20 @@ def test_distances_are_those_of_the_definition(
     assert relative[2, 0, "gradients", "embed.weight"] == 0
     assert relative[2, 1, "gradients", "norm.weight"] == 0
     assert len(relative) == UPDATES * WORKERS * 5 * 2
+
+
+def test_parts_are_too_small_to_be_shared_out_among_threads() -> None:
+    """OpenBLAS gives a sum of more than 10,000 products to several threads, which wait for another
+    longer than they add."""
+    for shape in ((1, 32_000, 320), (8, 1_792, 320), (2, 20_000), (4,)):
+        sizes = [
+            math.prod(shape[1:])
+            if part == slice(None)
+            else (part.stop - part.start) * math.prod(shape[2:])
+            for part in traces._parts(shape)
+        ]
+        assert max(sizes) <= 10_000
+        assert sum(sizes) == math.prod(shape[1:])
 
 
 def test_another_initial_state_shows(tmp_path: Path) -> None:
