@@ -32,7 +32,7 @@ from tinyllm.kernels.embedding import embed, embed_backward
 from tinyllm.kernels.gemm import input_gradient, linear, weight_gradient
 from tinyllm.kernels.rope import rotated_linear
 from tinyllm.kernels.stream import Stream
-from tinyllm.kernels.swiglu import swiglu_backward, swiglu_linear
+from tinyllm.kernels.swiglu import swiglu_input_gradient, swiglu_linear
 from tinyllm.model import Llama
 from tinyllm.strategies.engine import GroupHyperparameters, Ranks
 from tinyllm.strategies.gh200 import Gh200Engine
@@ -113,6 +113,8 @@ class Update:
         outer: int,
         forward: Callable[[Tensor, Tensor], object] = linear,
         more_bytes: float = 0.0,
+        backward: Callable[[Tensor, Tensor], object] = input_gradient,
+        more_bytes_back: float = 0.0,
     ) -> list[Part]:
         """A linear layer's three products, in every layer.
 
@@ -122,6 +124,8 @@ class Update:
             outer: Width of its results.
             forward: The first product, with what is done in the same kernel.
             more_bytes: That this writes beside.
+            backward: The second product, likewise.
+            more_bytes_back: That this reads and writes beside.
         """
         m, layers, w = self.tokens, self.config.layers, self.workers
         x, y, weight = self.low(m, inner), self.low(m, outer), self.low(outer, inner)
@@ -137,8 +141,8 @@ class Update:
             ),
             Part(
                 f"{name}, input gradient",
-                *(layers, flop, both + LOW * size),
-                seconds_of(lambda: input_gradient(y, weight)),
+                *(layers, flop, both + LOW * size + more_bytes_back),
+                seconds_of(lambda: backward(y, weight)),
             ),
             Part(
                 f"{name}, weight gradient",
@@ -206,7 +210,7 @@ class Update:
         )
 
     def feed_forward(self) -> list[Part]:
-        m, f, layers = self.tokens, self.config.ffn_width, self.config.layers
+        m, f = self.tokens, self.config.ffn_width
         gate_up, out, activated = self.low(m, 2 * f), self.low(m, 2 * f), self.low(m, f)
         elements = self.workers * m * f
         return [
@@ -215,10 +219,11 @@ class Update:
                 lambda x, weight: swiglu_linear(x, weight, gate_up, activated),
                 LOW * elements,
             ),
-            Part(
-                "SwiGLU, backward",
-                *(layers, 0.0, 5 * LOW * elements),
-                seconds_of(lambda: swiglu_backward(activated, gate_up, out)),
+            # of a gradient of F columns, which is not stored, it makes 2·F, and reads as many
+            *self.product(
+                *("down, SwiGLU", f, self.config.width),
+                backward=lambda y, weight: swiglu_input_gradient(y, weight, gate_up, out),
+                more_bytes_back=3 * LOW * elements,
             ),
         ]
 
@@ -269,7 +274,7 @@ class Update:
 
     def parts(self) -> list[Part]:
         """All but the optimizer."""
-        c, f = self.config.width, self.config.ffn_width
+        c = self.config.width
         return [
             *self.embedding_and_head(),
             *self.norms(),
@@ -277,7 +282,6 @@ class Update:
             *self.attention(),
             *self.product("attention's output", c, c),
             *self.feed_forward(),
-            *self.product("down", f, c),
         ]
 
 

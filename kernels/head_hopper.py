@@ -12,7 +12,7 @@ from tinyllm.kernels.constants import LOG2_E
 
 
 @gluon.jit
-def finish_exponentials(z, worker, row, tile_n, tiles_n, outputs, buffers, extra):
+def finish_exponentials(z, prepared, worker, row, tile_n, tiles_n, outputs, buffers, extra):
     """Stores exp2(z · log2 e − offset), zero beyond the vocabulary, and its sums of rows."""
     sums, offset_log2, rows, vocab, masked = extra
     COLUMNS: gl.constexpr = z.shape[1]

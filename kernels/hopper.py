@@ -44,8 +44,14 @@ _SLICE_BYTES = ROWS * DEPTH * 2
 _BARRIER_BYTES = 1_024
 """Enough for all barriers."""
 
+_EXCHANGE_BYTES = 4 * 1024
+"""Enough for what the threads of both consumers exchange when a part changes its layout."""
+
 _FEW_ROWS = 8_192
 """Up to which x lies in the L2 cache, and a second buffer for results is worth more than slices."""
+
+_MOST_SLICES = 12
+"""Of x; more are no faster."""
 
 
 def columns_of(width: int) -> int:
@@ -64,19 +70,29 @@ def runs_on(x: Tensor) -> bool:
 
 def fits(x: Tensor) -> bool:
     """Whether products can run where ``x`` lies, and with inputs as wide."""
-    return runs_on(x) and x.shape[-1] % DEPTH == 0 and _room(x.shape[-1]) >= 8 * _SLICE_BYTES
+    width = x.shape[-1]
+    return runs_on(x) and width % DEPTH == 0 and _units(width, columns_of(width), False) >= 8
 
 
-def _room(width: int) -> int:
-    """Bytes beside a tile of the weight."""
-    return _SHARED_BYTES - _BARRIER_BYTES - 2 * columns_of(width) * width
+def _units(width: int, columns: int, exchange: bool) -> int:
+    """For how many slices or buffers there is room beside a tile of the weight."""
+    taken = 2 * columns * width + _BARRIER_BYTES + (_EXCHANGE_BYTES if exchange else 0)
+    return (_SHARED_BYTES - taken) // _SLICE_BYTES
 
 
-def slices_and_buffers(width: int, rows: int) -> tuple[int, int]:
-    """How many slices of x, and how many buffers for each consumer's results, shared memory has."""
-    if _room(width) >= 12 * _SLICE_BYTES:
-        return 8, 2
-    return (4, 2) if rows <= _FEW_ROWS else (6, 1)
+def slices_and_buffers(width: int, rows: int, columns: int, exchange: bool) -> tuple[int, int]:
+    """How many slices of x, and how many buffers for each consumer's results, shared memory has.
+
+    Args:
+        width: C.
+        rows: Of all workers.
+        columns: Of a tile of results.
+        exchange: Whether parts change their layout.
+    """
+    units = _units(width, columns, exchange)
+    # a second buffer is worth less than two of few slices, and a third is worth nothing
+    buffers = 2 if units >= 10 or rows <= _FEW_ROWS else 1
+    return min(_MOST_SLICES, units - 2 * buffers), buffers
 
 
 def launch(
@@ -86,7 +102,10 @@ def launch(
     *,
     finish: Any,
     extra: tuple[Any, ...],
+    prepare: Any = None,
     boxes: int = 1,
+    columns: int | None = None,
+    exchange: bool = False,
 ) -> None:
     """Launches products of all workers.
 
@@ -96,13 +115,16 @@ def launch(
         outputs: One or two ``[W, M, ·]`` bf16, which ``finish`` sends results to.
         finish: A Gluon function that works on a tile; see :func:`_consume`.
         extra: What it takes beside.
+        prepare: A Gluon function that loads what ``finish`` needs, while the product runs.
         boxes: From as many equal pieces of the weight a tile is put together.
+        columns: Of a tile of results, if not those of :func:`columns_of`.
+        exchange: Whether ``finish`` changes the layout of parts.
     """
     workers, rows, width = x.shape
-    columns = columns_of(width)
+    columns = columns or columns_of(width)
     piece = weight.shape[1] // boxes
     tiles_m, tiles_n = triton.cdiv(rows, ROWS), triton.cdiv(piece, columns // boxes)
-    stages, buffers = slices_and_buffers(width, workers * rows)
+    stages, buffers = slices_and_buffers(width, workers * rows, columns, exchange)
     segments, starts = _on_device(workers * tiles_n, tiles_m, x.device)
     product_kernel[(len(starts) - 1,)](
         _descriptor(x, ROWS, DEPTH),
@@ -110,6 +132,7 @@ def launch(
         _descriptor(outputs[0], ROWS, PART),
         _descriptor(outputs[-1], ROWS, PART),
         *(segments, starts, tiles_n, piece, extra),
+        PREPARE=prepare or prepare_nothing,
         FINISH=finish,
         C=width,
         COLUMNS=columns,
@@ -272,6 +295,12 @@ def send(z, out_desc, place, buffers, NUMBER: gl.constexpr):
 
 
 @gluon.jit
+def prepare_nothing(z, worker, row, tile_n, extra):
+    """For what needs its product only."""
+    return ()
+
+
+@gluon.jit
 def _consume(
     work,
     memory,
@@ -281,12 +310,14 @@ def _consume(
     others_turn,
     extra,
     WHICH: gl.constexpr,
+    PREPARE: gl.constexpr,
     FINISH: gl.constexpr,
 ):
     """Every other tile of x: the product z ``[64, COLUMNS]`` in fp32, then ``FINISH``.
 
-    That takes z, the worker, the first row, the number of the weight's tile and how many there are,
-    output descriptors, buffers for :func:`send`, and what was given as extra.
+    That takes z, what ``PREPARE`` made, the worker, the first row, the number of the weight's tile
+    and how many there are, output descriptors, buffers for :func:`send`, and what was given as
+    extra. ``PREPARE`` is called before the product begins, with zeros laid out as z will be.
     """
     segments, starts, tiles_n = work
     slices, w_tile, filled, emptied, w_filled, w_emptied = memory
@@ -308,9 +339,11 @@ def _consume(
         for tile in range((before + WHICH) & 1, high - low, 2):
             step = (before + tile) * STEPS
             row = (low + tile) * ROWS
+            zeros = gl.zeros((ROWS, COLUMNS), gl.float32, ACCUMULATOR)
+            prepared = PREPARE(zeros, worker, row, tile_n, extra)
             # the other consumer has given the tensor cores all of the tile before
             mbarrier.wait(my_turn, (turns & 1) ^ (1 - WHICH))
-            z = warpgroup_mma_init(gl.zeros((ROWS, COLUMNS), gl.float32, ACCUMULATOR))
+            z = warpgroup_mma_init(zeros)
             for k in gl.static_range(STEPS):
                 slot = (step + k) % STAGES
                 mbarrier.wait(filled.index(slot), ((step + k) // STAGES) & 1)
@@ -325,7 +358,7 @@ def _consume(
             z = warpgroup_mma_wait(0, deps=(z,))
             mbarrier.arrive(emptied.index((step + STEPS - 1) % STAGES))
             turns += 1
-            FINISH(z, worker, row, tile_n, tiles_n, outputs, buffers, extra)
+            FINISH(z, prepared, worker, row, tile_n, tiles_n, outputs, buffers, extra)
         mbarrier.arrive(w_emptied)
         before += high - low
     tma.store_wait(0)
@@ -342,6 +375,7 @@ def product_kernel(
     tiles_n,
     piece,
     extra,
+    PREPARE: gl.constexpr,
     FINISH: gl.constexpr,
     C: gl.constexpr,
     COLUMNS: gl.constexpr,
@@ -379,8 +413,8 @@ def product_kernel(
     outputs = (out_desc, other_desc)
     gl.warp_specialize(
         [
-            (_consume, (work, memory, outputs, out_0, turn_0, turn_1, extra, 0, FINISH)),
-            (_consume, (work, memory, outputs, out_1, turn_1, turn_0, extra, 1, FINISH)),
+            (_consume, (work, memory, outputs, out_0, turn_0, turn_1, extra, 0, PREPARE, FINISH)),
+            (_consume, (work, memory, outputs, out_1, turn_1, turn_0, extra, 1, PREPARE, FINISH)),
             (_produce, (work, memory, x_desc, w_desc, piece)),
         ],
         [4, 1],

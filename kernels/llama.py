@@ -18,7 +18,7 @@ from tinyllm.kernels.embedding import embed, embed_backward
 from tinyllm.kernels.gemm import input_gradient, linear, weight_gradient, weight_gradients
 from tinyllm.kernels.rope import rotated_linear
 from tinyllm.kernels.stream import Stream
-from tinyllm.kernels.swiglu import swiglu_backward, swiglu_linear
+from tinyllm.kernels.swiglu import swiglu_input_gradient, swiglu_linear
 from tinyllm.kernels.views import at_even_distances
 
 EMBEDDING = "embed_tokens"
@@ -274,8 +274,8 @@ class LlamaStep(LlamaLosses):
         """Of ``dx``, of the residual stream after a layer, makes that of the stream before it."""
         name, weights, llama = f"layers.{index}", self._llama.weights, self._llama
         dgate_up, qkv, dqkv = factors.gate_up[index], *factors.qkv[index : index + 2]
-        dactivated = input_gradient(dx.value, weights[f"{name}.mlp.down_proj"])
-        swiglu_backward(dactivated, dgate_up, dgate_up)
+        down = weights[f"{name}.mlp.down_proj"]
+        swiglu_input_gradient(dx.value, down, dgate_up, dgate_up)
         dmiddle = input_gradient(dgate_up, weights[f"{name}.mlp.gate_up_proj"])
         dx = self._norm_backward(
             *(f"{name}.post_attention_layernorm", dmiddle, layer.before_feed_forward),

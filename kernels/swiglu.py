@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinyllm.kernels import linear_hopper
-from tinyllm.kernels.gemm import linear
+from tinyllm.kernels.gemm import input_gradient, linear
 from tinyllm.kernels.operation import Operation
 
 _THREADS = 128
@@ -63,6 +63,18 @@ def _swiglu_backward(dactivated: Tensor, gate_up: Tensor, dgate_up: Tensor) -> N
     sigmoid, dactivated = gate.sigmoid(), dactivated.to(gate.dtype)
     dgate = dactivated * up * sigmoid * (1 + gate * (1 - sigmoid))
     dgate_up.copy_(torch.cat((dgate, dactivated * gate * sigmoid), dim=-1))
+
+
+def _swiglu_input_gradient(dy: Tensor, weight: Tensor, gate_up: Tensor, dgate_up: Tensor) -> None:
+    """Gradients of gate and up, of those of a linear layer's results after the activation.
+
+    Args:
+        dy: ``[W, M, C]`` compute dtype.
+        weight: ``[W, C, F]`` compute dtype, with any stride between workers.
+        gate_up: ``[W, M, 2·F]`` compute dtype, gates first.
+        dgate_up: ``[W, M, 2·F]`` compute dtype, takes the gradients; may be ``gate_up``.
+    """
+    _swiglu_backward(input_gradient(dy, weight), gate_up, dgate_up)
 
 
 @triton.jit
@@ -130,7 +142,7 @@ def _launch_forward(gate_up: Tensor, activated: Tensor) -> None:
 
 
 def _launch_linear(x: Tensor, weight: Tensor, gate_up: Tensor, activated: Tensor) -> None:
-    if linear_hopper.pays(x) and activated.shape[2] % linear_hopper.gates_of(x.shape[2]) == 0:
+    if linear_hopper.pays(x) and activated.shape[2] % linear_hopper.GATES == 0:
         linear_hopper.swiglu(x, weight, gate_up, activated)
     else:
         linear(x, weight, gate_up)
@@ -149,6 +161,14 @@ def _launch_backward(dactivated: Tensor, gate_up: Tensor, dgate_up: Tensor) -> N
     )
 
 
+def _launch_input_gradient(dy: Tensor, weight: Tensor, gate_up: Tensor, dgate_up: Tensor) -> None:
+    if linear_hopper.backward_pays(dy, weight.shape[2]):
+        linear_hopper.swiglu_backward(dy, weight, gate_up, dgate_up)
+    else:
+        _launch_backward(input_gradient(dy, weight), gate_up, dgate_up)
+
+
 swiglu = Operation(_swiglu, _launch_forward)
 swiglu_linear = Operation(_swiglu_linear, _launch_linear)
 swiglu_backward = Operation(_swiglu_backward, _launch_backward)
+swiglu_input_gradient = Operation(_swiglu_input_gradient, _launch_input_gradient)

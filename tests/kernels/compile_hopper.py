@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -18,12 +18,35 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from tinyllm.kernels import hopper
 from tinyllm.kernels.head_hopper import finish_exponentials
-from tinyllm.kernels.linear_hopper import finish_rotation, finish_swiglu
+from tinyllm.kernels.linear_hopper import (
+    finish_rotation,
+    finish_swiglu,
+    finish_swiglu_backward,
+    load_gates,
+    load_turns,
+)
 
-FINISH = {
-    "exponentials": (finish_exponentials, 1, ("*fp32", "fp32", "i32", "i32", "constexpr")),
-    "rotation": (finish_rotation, 1, ("*fp32", "*fp32", "i32", "i32")),
-    "swiglu": (finish_swiglu, 2, ("i32",)),
+
+class Kind(NamedTuple):
+    """What is done with a product, as its module launches it."""
+
+    finish: Any
+    extra: tuple[str, ...]  # of which those that end with :16 are multiples of it
+    prepare: Any = hopper.prepare_nothing
+    boxes: int = 1
+    columns: int | None = None
+    exchange: bool = False
+
+
+KINDS = {
+    "exponentials": Kind(finish_exponentials, ("*fp32:16", "fp32", "i32", "i32", "constexpr")),
+    "rotation": Kind(finish_rotation, ("*fp32:16", "*fp32:16", "i32", "i32:16"), load_turns),
+    "swiglu": Kind(finish_swiglu, ("i32:16",), boxes=2, columns=128),
+    "swiglu_backward": Kind(
+        *(finish_swiglu_backward, ("*bf16:16", "i32", "i32:16"), load_gates),
+        columns=128,
+        exchange=True,
+    ),
 }
 
 
@@ -34,34 +57,41 @@ def described(rows: int, columns: int) -> str:
 
 
 def compiled(name: str, width: int, rows: int, vocab: int) -> Any:
-    finish, boxes, extra = FINISH[name]
-    kernel, columns = hopper.product_kernel, hopper.columns_of(width)
-    stages, buffers = hopper.slices_and_buffers(width, rows)
+    kind, kernel = KINDS[name], hopper.product_kernel
+    columns = kind.columns or hopper.columns_of(width)
+    stages, buffers = hopper.slices_and_buffers(width, rows, columns, kind.exchange)
     constants = {
-        "FINISH": finish,
+        "PREPARE": kind.prepare,
+        "FINISH": kind.finish,
         "C": width,
         "COLUMNS": columns,
-        "BOXES": boxes,
+        "BOXES": kind.boxes,
         "STAGES": stages,
         "BUFFERS": buffers,
     }
+    # without one, compiled code of another version would be taken for this one's
+    assert all(function.cache_key for function in (kernel, kind.prepare, kind.finish))
     signature = {
         "x_desc": described(hopper.ROWS, hopper.DEPTH),
-        "w_desc": described(columns // boxes, hopper.DEPTH),
-        "out_desc": described(hopper.ROWS, hopper.PART),
-        "other_desc": described(hopper.ROWS, hopper.PART),
-        "segments": "*i32",
-        "starts": "*i32",
-        "tiles_n": "i32",
-        "piece": "i32",
-        "extra": extra,
+        "w_desc": described(columns // kind.boxes, hopper.DEPTH),
+        **dict.fromkeys(("out_desc", "other_desc"), described(hopper.ROWS, hopper.PART)),
+        **dict.fromkeys(("segments", "starts"), "*i32"),
+        **dict.fromkeys(("tiles_n", "piece"), "i32"),
+        "extra": tuple(name.removesuffix(":16") for name in kind.extra),
         **dict.fromkeys(constants, "constexpr"),
     }
     places = {name: (i,) for i, name in enumerate(kernel.arg_names)}
     constexprs = {places[name]: value for name, value in constants.items()}
     if name == "exponentials":
         constexprs[(*places["extra"], 4)] = vocab % columns != 0
-    source = GluonASTSource(fn=kernel, signature=signature, constexprs=constexprs)
+    # as Triton finds them when these are launched
+    sixteenfold = [(*places["extra"], i) for i, n in enumerate(kind.extra) if n.endswith(":16")]
+    source = GluonASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs=constexprs,
+        attrs={place: [["tt.divisibility", 16]] for place in sixteenfold},
+    )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 

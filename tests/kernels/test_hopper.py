@@ -10,13 +10,16 @@ from tinyllm.kernels.hopper import schedule
 from .checks import compiled_by
 
 CASES = [
-    (name, width, rows, vocab)
-    for name in ("exponentials", "rotation", "swiglu")
-    for width in (64, 320, 512, 640)
-    for rows in (2_048, 131_072)
-    for vocab in ((32_000, 32_001) if name == "exponentials" else (0,))
+    *(
+        (name, width, 131_072, 0)
+        for name in ("rotation", "swiglu")
+        for width in (64, 320, 512, 640)
+    ),
+    *(("swiglu_backward", width, 131_072, 0) for width in (64, 320, 512)),
+    *(("exponentials", width, 131_072, 32_000) for width in (64, 320, 512, 640)),
+    *(("exponentials", width, 2_048, 32_001) for width in (320, 640)),
 ]
-"""What is done with a product, C, W·M, V."""
+"""What is done with a product, C, W·M, V: all models, few rows and many, a masked tile."""
 
 
 @pytest.mark.parametrize("programs", [1, 3, 132])
@@ -60,4 +63,5 @@ def test_compiles_for_hopper(compiled: dict[str, Any], case: tuple[Any, ...]) ->
     # what the tile before sent from it has left
     assert kernel["full_waits"] >= 4
     assert kernel["shared_bytes"] <= 227 * 1024
-    assert kernel["spills"] <= 16  # of the producer, and where columns are masked
+    # of numbers that a tile needs once, and where columns are masked
+    assert kernel["spills"] <= (40 if case[0] == "swiglu_backward" else 16)
