@@ -38,8 +38,9 @@ def checkpoint(
     files = [f"--config={ROOT / 'configs' / recipe}.yaml" for recipe in dict.fromkeys(recipes)]
     options = {
         "trainer.default_root_dir": folder,
-        "trainer.max_steps": 40,
-        "trainer.val_check_interval": 40,
+        "trainer.max_steps": 8,
+        "trainer.val_check_interval": 8,
+        "trainer.precision": "32-true",  # a CPU emulates bf16
         "trainer.enable_progress_bar": "false",
         "trainer.strategy.compile": "false",
         "trainer.accelerator": "cpu",
