@@ -1,5 +1,6 @@
-"""What holds for every test: GPU tests on request, one thread, the interpreter, a fixed seed."""
+"""What holds for every test: GPU tests on request, threads, the interpreter, forks, a seed."""
 
+import multiprocessing
 import os
 
 import pytest
@@ -14,6 +15,12 @@ import torch
 # first imported, so before any test module is.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# One process imports everything once, and the processes that tests start are forks of it. It has
+# started no thread and holds no lock, unlike the one that runs the tests.
+multiprocessing.set_forkserver_preload(
+    ["tinyllm.trainer_cli", "tinyllm.strategies.registry", "tinyllm.acceptance.measure"]
+)
 
 
 @pytest.hookimpl(trylast=True)  # after pytest's own -m selection

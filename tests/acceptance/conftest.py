@@ -7,9 +7,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_checkout import freeze, make_cache, make_checkout, toy_settings
+from fake_checkout import fork_comparisons, freeze, make_cache, make_checkout, toy_settings
 
 from tinyllm.acceptance.configure import Settings
+
+
+@pytest.fixture(autouse=True)
+def _forked_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_comparisons(monkeypatch)
 
 
 @pytest.fixture

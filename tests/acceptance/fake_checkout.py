@@ -1,13 +1,18 @@
 """A checkout whose ``tinyllm fit`` only pretends: at once, and with the same numbers each time."""
 
 import json
+import multiprocessing
 import os
 import runpy
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from tinyllm.acceptance import measure
 from tinyllm.acceptance.configure import Settings
 from tinyllm.acceptance.freezing import freeze_native, freeze_new_candidate
 
@@ -98,6 +103,23 @@ def UpdateTrace(rate, config, updates):
 '''
 
 
+PRELOADED = '''
+"""What the process that forks trainings imports once."""
+
+import numpy as np
+from safetensors.numpy import save_file
+'''
+
+
+def fork_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets comparisons run in forks of a process that has imported pandas, not in new ones.
+
+    Those that tests start through a script are new ones, as in a campaign.
+    """
+    context = multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(measure, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
+
+
 def killed(*_: Any, **__: Any) -> None:
     """In place of a comparison that the system ends."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -110,6 +132,7 @@ def make_checkout(folder: Path) -> Path:
     (folder / "requirements.lock").write_text("")
     (folder / "tinyllm" / "__init__.py").write_text("")
     (folder / "tinyllm" / "cli.py").write_text(CLI)
+    (folder / "tinyllm" / "trainer_cli.py").write_text(PRELOADED)
     return folder
 
 

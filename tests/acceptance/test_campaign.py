@@ -60,7 +60,8 @@ def test_a_manifest_of_version_1_has_a_configuration_for_each_id(
     assert len(manifest.protocol.pairs()) == 351
     assert len(manifest.protocol.convergence_runs()) == 15
     assert manifest.token_cache == "cache-1"
-    assert set(manifest.source) == {"tinyllm/__init__.py", "tinyllm/cli.py"}
+    names = {"__init__.py", "cli.py", "trainer_cli.py"}
+    assert set(manifest.source) == {f"tinyllm/{name}" for name in names}
 
 
 @pytest.mark.parametrize("parallel", [1, 3])

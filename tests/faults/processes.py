@@ -12,10 +12,9 @@ from pathlib import Path
 
 from ranks import free_port
 
-# One process imports everything once, and each command is a fork of it: a kill in the first
-# second of a command is then a kill of the command, and not of Python's imports.
+# Each command is a fork of a process that has imported everything: a kill in the first second of
+# a command is then a kill of the command, and not of Python's imports.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tinyllm.trainer_cli", "tinyllm.strategies.registry"])
 
 Within = Callable[[], AbstractContextManager[object]]
 

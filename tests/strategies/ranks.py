@@ -13,10 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-# One process imports everything once, and each rank is a fork of it. That process has started no
-# thread and holds no lock, unlike the one that runs the tests.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["lightning.pytorch", "tinyllm.strategies.registry"])
+_CONTEXT = multiprocessing.get_context("forkserver")  # which conftest.py has import everything
 
 TIMEOUT_SECONDS = 300
 
