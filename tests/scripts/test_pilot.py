@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from fake_checkout import PILOT, make_cache, make_checkout, toy_settings
 
-from tinyllm.acceptance import PROTOCOL_1, Protocol
+from tinyllm.acceptance import PROTOCOL_1, Protocol, report
 from tinyllm.acceptance.accept import main as accept
 from tinyllm.acceptance.configure import Settings
 from tinyllm.acceptance.report import OUTPUTS
@@ -33,6 +33,13 @@ def run(folder: Path, protocol: Protocol, settings: Settings, **options: Any) ->
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     return toy_settings(make_cache(tmp_path / "cache"))
+
+
+@pytest.fixture
+def plain_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pilot draws after each step, which takes seconds; how is tested with the report."""
+    monkeypatch.setattr(report, "qualification_figure", lambda *_: None)
+    monkeypatch.setattr(report, "svg", lambda _: "<svg/>")
 
 
 def test_the_real_thing_on_the_cpu(tmp_path: Path) -> None:
@@ -89,6 +96,7 @@ def test_a_time_limit_leaves_what_was_measured(tmp_path: Path, settings: Setting
     assert "| toy-packed4 | 1.000 | - | - | incomplete |" in page
 
 
+@pytest.mark.usefixtures("plain_figure")
 @pytest.mark.parametrize("candidate", ["native", "gh200"])
 def test_the_protocol_for_a_gpu(tmp_path: Path, candidate: str) -> None:
     protocol = PILOT["gpu_protocol"](6, 3)
@@ -124,6 +132,7 @@ def test_a_gpu_pilot_is_version_1_for_a_shorter_time() -> None:
     assert replace(protocol, **same) == PROTOCOL_1
 
 
+@pytest.mark.usefixtures("plain_figure")
 def test_two_pilots_share_a_folder(tmp_path: Path) -> None:
     """One for each GPU, with workloads of its own; the later one's report has both."""
     protocol = PILOT["gpu_protocol"](4, 1)
