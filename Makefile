@@ -30,9 +30,9 @@ $(INSTALLED): requirements.lock setup.cfg pyproject.toml
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the pinned packages into $(VENV): a minute or more the first time"
 	@$(PIP) --no-compile --requirement requirements.lock
-	@# pip would compile on one core; some packages ship files that are not meant to compile, and
-	@# transformers two thousand models
-	@$(BIN)/python -m compileall -q -j 0 -x transformers/models $(VENV)/lib > /dev/null 2>&1 || true
+	@# pip would compile on one core; some packages ship files that are not meant to compile, many
+	@# their tests, and transformers two thousand models
+	@$(BIN)/python -m compileall -q -j 0 -x 'transformers/models|/tests/' $(VENV)/lib > /dev/null 2>&1 || true
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@$(BIN)/python .ci/link_tree.py
 	@touch $@
@@ -47,7 +47,8 @@ pilot: install  ## a whole qualification of native against itself, on a CPU and 
 	$(BIN)/python scripts/pilot.py --root runs/pilot
 
 test: install  ## run the tests that need no GPU (ARGS="..." goes to pytest)
-	$(BIN)/pytest -n $(WORKERS) --maxprocesses 8 $(ARGS)
+	@# worksteal keeps a file's tests, and what they share, in one process
+	$(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 lint: install  ## ruff (rules and formatting) and mypy
 	$(BIN)/ruff check
