@@ -32,6 +32,9 @@ def finish_exponentials(z, prepared, worker, row, tile_n, tiles_n, outputs, buff
     gl.store(place + at, total, mask=at < rows)
 
 
+EXPONENTIALS = hopper.Product(finish_exponentials)
+
+
 def exponentials(
     h: Tensor, embedding: Tensor, exps: Tensor, sums: Tensor, offset_log2: float
 ) -> None:
@@ -47,4 +50,4 @@ def exponentials(
     rows, vocab = h.shape[1], embedding.shape[1]
     masked = gl.constexpr(vocab % hopper.columns_of(h.shape[2]) != 0)
     extra = (sums, offset_log2, rows, vocab, masked)
-    hopper.launch(h, embedding, [exps], finish=finish_exponentials, extra=extra)
+    hopper.launch(EXPONENTIALS, h, embedding, [exps], extra)

@@ -4,14 +4,15 @@ A program keeps a tile of the weight in shared memory and lets all rows of x pas
 them there with the copy engine, a slice of columns at a time. Two groups of four warps take turns
 with tiles of 64 rows: while one's product is on the tensor cores, the other finishes its own, in
 registers, and sends results out. That pays where a product's inner length is short, so that results
-outweigh the operands: :mod:`tinyllm.kernels.head_hopper` and :mod:`tinyllm.kernels.linear_hopper`.
+outweigh the operands: :mod:`tinyllm.kernels.head_hopper`, :mod:`tinyllm.kernels.rope_hopper` and
+:mod:`tinyllm.kernels.swiglu_hopper`.
 """
 
 # kernels are typed by Triton
 # mypy: disable-error-code="no-untyped-def"
 
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
+
+from tinyllm.kernels.hopper_schedule import segments_and_starts
 
 ROWS = 64
 """Of a tile of x; the tensor cores take as many from four warps."""
@@ -53,6 +56,9 @@ _FEW_ROWS = 8_192
 _MOST_SLICES = 12
 """Of x; more are no faster."""
 
+_ENOUGH_ROWS = {320: 2_048, 512: 4_096, 640: 16_384}
+"""Of all workers, for layers up to a width: with fewer, fetching weights takes too long."""
+
 
 def columns_of(width: int) -> int:
     """Of a tile of results of inputs of a width, as many as shared memory has room for."""
@@ -72,6 +78,14 @@ def fits(x: Tensor) -> bool:
     """Whether products can run where ``x`` lies, and with inputs as wide."""
     width = x.shape[-1]
     return runs_on(x) and width % DEPTH == 0 and _units(width, columns_of(width), False) >= 8
+
+
+def pays(x: Tensor) -> bool:
+    """Whether a layer of these inputs can run here, and takes less time than its parts apart."""
+    workers, rows, width = x.shape
+    if not fits(x):  # wider ones do not
+        return False
+    return workers * rows >= next(rows for most, rows in _ENOUGH_ROWS.items() if width <= most)
 
 
 def _units(width: int, columns: int, exchange: bool) -> int:
@@ -95,50 +109,73 @@ def slices_and_buffers(width: int, rows: int, columns: int, exchange: bool) -> t
     return min(_MOST_SLICES, units - 2 * buffers), buffers
 
 
-def launch(
-    x: Tensor,
-    weight: Tensor,
-    outputs: Sequence[Tensor],
-    *,
-    finish: Any,
-    extra: tuple[Any, ...],
-    prepare: Any = None,
-    boxes: int = 1,
-    columns: int | None = None,
-    exchange: bool = False,
-) -> None:
-    """Launches products of all workers.
+@gluon.jit
+def prepare_nothing(z, worker, row, tile_n, extra):
+    """For what needs its product only."""
+    return ()
 
-    Args:
-        x: ``[W, M, C]`` bf16.
-        weight: ``[W, N, C]`` bf16.
-        outputs: One or two ``[W, M, ·]`` bf16, which ``finish`` sends results to.
+
+@dataclass(frozen=True)
+class Product:
+    """What is done with a product, and in which tiles.
+
+    Attributes:
         finish: A Gluon function that works on a tile; see :func:`_consume`.
-        extra: What it takes beside.
         prepare: A Gluon function that loads what ``finish`` needs, while the product runs.
         boxes: From as many equal pieces of the weight a tile is put together.
         columns: Of a tile of results, if not those of :func:`columns_of`.
         exchange: Whether ``finish`` changes the layout of parts.
     """
+
+    finish: Any
+    prepare: Any = prepare_nothing
+    boxes: int = 1
+    columns: int | None = None
+    exchange: bool = False
+
+    def constants(self, width: int, rows: int) -> dict[str, Any]:
+        """Of :func:`product_kernel`, for inputs of a width and so many rows of all workers."""
+        columns = self.columns or columns_of(width)
+        stages, buffers = slices_and_buffers(width, rows, columns, self.exchange)
+        return {
+            "PREPARE": self.prepare,
+            "FINISH": self.finish,
+            "C": width,
+            "COLUMNS": columns,
+            "BOXES": self.boxes,
+            "STAGES": stages,
+            "BUFFERS": buffers,
+        }
+
+
+def launch(
+    product: Product,
+    x: Tensor,
+    weight: Tensor,
+    outputs: Sequence[Tensor],
+    extra: tuple[Any, ...],
+) -> None:
+    """Launches products of all workers.
+
+    Args:
+        product: What is done with them.
+        x: ``[W, M, C]`` bf16.
+        weight: ``[W, N, C]`` bf16.
+        outputs: One or two ``[W, M, ·]`` bf16, which ``finish`` sends results to.
+        extra: What ``prepare`` and ``finish`` take beside.
+    """
     workers, rows, width = x.shape
-    columns = columns or columns_of(width)
-    piece = weight.shape[1] // boxes
-    tiles_m, tiles_n = triton.cdiv(rows, ROWS), triton.cdiv(piece, columns // boxes)
-    stages, buffers = slices_and_buffers(width, workers * rows, columns, exchange)
-    segments, starts = _on_device(workers * tiles_n, tiles_m, x.device)
+    constants = product.constants(width, workers * rows)
+    columns, piece = constants["COLUMNS"] // product.boxes, weight.shape[1] // product.boxes
+    tiles_m, tiles_n = triton.cdiv(rows, ROWS), triton.cdiv(piece, columns)
+    segments, starts = segments_and_starts(workers * tiles_n, tiles_m, x.device)
     product_kernel[(len(starts) - 1,)](
         _descriptor(x, ROWS, DEPTH),
-        _descriptor(weight, columns // boxes, DEPTH),
+        _descriptor(weight, columns, DEPTH),
         _descriptor(outputs[0], ROWS, PART),
         _descriptor(outputs[-1], ROWS, PART),
         *(segments, starts, tiles_n, piece, extra),
-        PREPARE=prepare or prepare_nothing,
-        FINISH=finish,
-        C=width,
-        COLUMNS=columns,
-        BOXES=boxes,
-        STAGES=stages,
-        BUFFERS=buffers,
+        **constants,
         num_warps=4,
     )
 
@@ -148,67 +185,6 @@ def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     block = [1, rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
     return TensorDescriptor.from_tensor(tensor, block, layout)
-
-
-# --- which tiles a program computes ---------------------------------------------------------------
-
-Segment = tuple[int, int, int]
-"""A tile of the weight, and the first and last (exclusive) tile of x that go with it."""
-
-
-def schedule(tiles_w: int, tiles_x: int, programs: int) -> list[list[Segment]]:
-    """Deals products of tiles out to programs, each about as many.
-
-    A program takes whole tiles of the weight one after the other. Tiles that are left over have a
-    program or several each, which take equal pieces of x, the same pieces at the same time; what
-    remains of x goes to programs that have none. So each row of x is read from memory about once.
-
-    Args:
-        tiles_w: Tiles of the weight, of all workers.
-        tiles_x: Tiles of x that go with each of them.
-        programs: Number of programs.
-    """
-    whole, over = tiles_w // programs * programs, tiles_w % programs
-    shares: list[list[Segment]] = [
-        [(tile, 0, tiles_x) for tile in range(program, whole, programs)]
-        for program in range(programs)
-    ]
-    if over == 0:
-        return shares
-    groups = programs // over
-    piece = triton.cdiv(over * tiles_x, programs)
-    spare = programs - groups * over
-    rest = [(t, x) for t in range(whole, tiles_w) for x in range(groups * piece, tiles_x)]
-    share = triton.cdiv(len(rest), spare) if spare else 0
-    # fetching a tile of the weight takes as long as a product
-    fetches = triton.cdiv(share, max(1, tiles_x - groups * piece))
-    if rest and (spare == 0 or share + fetches > triton.cdiv(tiles_x, groups)):
-        piece, rest = triton.cdiv(tiles_x, groups), []
-    for program in range(groups * over):
-        low = program // over * piece
-        if low < tiles_x:
-            shares[program].append((whole + program % over, low, min(low + piece, tiles_x)))
-    for number in range(spare):
-        rows: dict[int, list[int]] = {}
-        for tile, row in rest[number * share : (number + 1) * share]:
-            rows.setdefault(tile, []).append(row)
-        shares[groups * over + number] += [(t, own[0], own[-1] + 1) for t, own in rows.items()]
-    return shares
-
-
-@cache
-def _on_device(tiles_w: int, tiles_x: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Segments of all programs ``[·, 3]``, and where those of each begin and the last end."""
-    programs = torch.cuda.get_device_properties(device).multi_processor_count
-    shares = [share for share in schedule(tiles_w, tiles_x, programs) if share]
-    starts = [0]
-    for share in shares:
-        starts.append(starts[-1] + len(share))
-    segments = [segment for share in shares for segment in share]
-    return (
-        torch.tensor(segments, dtype=torch.int32, device=device),
-        torch.tensor(starts, dtype=torch.int32, device=device),
-    )
 
 
 # --- the kernel -----------------------------------------------------------------------------------
@@ -292,12 +268,6 @@ def send(z, out_desc, place, buffers, NUMBER: gl.constexpr):
     buffer.store(z.to(gl.bfloat16).reshape([1, z.shape[0], z.shape[1]]))
     fence_async_shared()
     tma.async_copy_shared_to_global(out_desc, place, buffer)
-
-
-@gluon.jit
-def prepare_nothing(z, worker, row, tile_n, extra):
-    """For what needs its product only."""
-    return ()
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinyllm.kernels import linear_hopper
+from tinyllm.kernels import hopper, rope_hopper
 from tinyllm.kernels.gemm import linear
 from tinyllm.kernels.operation import Operation
 
@@ -106,8 +106,8 @@ def _launch_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, length: in
 def _launch_rotated_linear(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int, length: int, qkv: Tensor
 ) -> None:
-    if linear_hopper.pays(x) and x.shape[2] == heads * linear_hopper.HEAD:
-        linear_hopper.rotated(x, weight, cos, sin, heads, length, qkv)
+    if hopper.pays(x) and x.shape[2] == heads * rope_hopper.HEAD:
+        rope_hopper.rotated(x, weight, cos, sin, heads, length, qkv)
     else:
         linear(x, weight, qkv)
         _launch_rotate(qkv, cos, sin, heads, length)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinyllm.kernels import linear_hopper
+from tinyllm.kernels import swiglu_hopper
 from tinyllm.kernels.gemm import input_gradient, linear
 from tinyllm.kernels.operation import Operation
 
@@ -142,8 +142,8 @@ def _launch_forward(gate_up: Tensor, activated: Tensor) -> None:
 
 
 def _launch_linear(x: Tensor, weight: Tensor, gate_up: Tensor, activated: Tensor) -> None:
-    if linear_hopper.pays(x) and activated.shape[2] % linear_hopper.GATES == 0:
-        linear_hopper.swiglu(x, weight, gate_up, activated)
+    if swiglu_hopper.pays(x, activated.shape[2]):
+        swiglu_hopper.swiglu(x, weight, gate_up, activated)
     else:
         linear(x, weight, gate_up)
         _launch_forward(gate_up, activated)
@@ -162,8 +162,8 @@ def _launch_backward(dactivated: Tensor, gate_up: Tensor, dgate_up: Tensor) -> N
 
 
 def _launch_input_gradient(dy: Tensor, weight: Tensor, gate_up: Tensor, dgate_up: Tensor) -> None:
-    if linear_hopper.backward_pays(dy, weight.shape[2]):
-        linear_hopper.swiglu_backward(dy, weight, gate_up, dgate_up)
+    if swiglu_hopper.backward_pays(dy, weight.shape[2]):
+        swiglu_hopper.swiglu_backward(dy, weight, gate_up, dgate_up)
     else:
         _launch_backward(input_gradient(dy, weight), gate_up, dgate_up)
 

@@ -9,45 +9,24 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tinyllm.kernels import hopper
-from tinyllm.kernels.head_hopper import finish_exponentials
-from tinyllm.kernels.linear_hopper import (
-    finish_rotation,
-    finish_swiglu,
-    finish_swiglu_backward,
-    load_gates,
-    load_turns,
-)
-
-
-class Kind(NamedTuple):
-    """What is done with a product, as its module launches it."""
-
-    finish: Any
-    extra: tuple[str, ...]  # of which those that end with :16 are multiples of it
-    prepare: Any = hopper.prepare_nothing
-    boxes: int = 1
-    columns: int | None = None
-    exchange: bool = False
-
+from tinyllm.kernels import hopper, swiglu_hopper
+from tinyllm.kernels.head_hopper import EXPONENTIALS
+from tinyllm.kernels.rope_hopper import ROTATION
 
 KINDS = {
-    "exponentials": Kind(finish_exponentials, ("*fp32:16", "fp32", "i32", "i32", "constexpr")),
-    "rotation": Kind(finish_rotation, ("*fp32:16", "*fp32:16", "i32", "i32:16"), load_turns),
-    "swiglu": Kind(finish_swiglu, ("i32:16",), boxes=2, columns=128),
-    "swiglu_backward": Kind(
-        *(finish_swiglu_backward, ("*bf16:16", "i32", "i32:16"), load_gates),
-        columns=128,
-        exchange=True,
-    ),
+    "exponentials": (EXPONENTIALS, ("*fp32:16", "fp32", "i32", "i32", "constexpr")),
+    "rotation": (ROTATION, ("*fp32:16", "*fp32:16", "i32", "i32:16")),
+    "swiglu": (swiglu_hopper.FORWARD, ("i32:16",)),
+    "swiglu_backward": (swiglu_hopper.BACKWARD, ("*bf16:16", "i32", "i32:16")),
 }
+"""What is done with a product, and types of what it takes beside, of which some divide by 16."""
 
 
 def described(rows: int, columns: int) -> str:
@@ -57,27 +36,18 @@ def described(rows: int, columns: int) -> str:
 
 
 def compiled(name: str, width: int, rows: int, vocab: int) -> Any:
-    kind, kernel = KINDS[name], hopper.product_kernel
-    columns = kind.columns or hopper.columns_of(width)
-    stages, buffers = hopper.slices_and_buffers(width, rows, columns, kind.exchange)
-    constants = {
-        "PREPARE": kind.prepare,
-        "FINISH": kind.finish,
-        "C": width,
-        "COLUMNS": columns,
-        "BOXES": kind.boxes,
-        "STAGES": stages,
-        "BUFFERS": buffers,
-    }
+    (product, extra), kernel = KINDS[name], hopper.product_kernel
+    constants = product.constants(width, rows)
+    columns = constants["COLUMNS"]
     # without one, compiled code of another version would be taken for this one's
-    assert all(function.cache_key for function in (kernel, kind.prepare, kind.finish))
+    assert all(function.cache_key for function in (kernel, product.prepare, product.finish))
     signature = {
         "x_desc": described(hopper.ROWS, hopper.DEPTH),
-        "w_desc": described(columns // kind.boxes, hopper.DEPTH),
+        "w_desc": described(columns // product.boxes, hopper.DEPTH),
         **dict.fromkeys(("out_desc", "other_desc"), described(hopper.ROWS, hopper.PART)),
         **dict.fromkeys(("segments", "starts"), "*i32"),
         **dict.fromkeys(("tiles_n", "piece"), "i32"),
-        "extra": tuple(name.removesuffix(":16") for name in kind.extra),
+        "extra": tuple(name.removesuffix(":16") for name in extra),
         **dict.fromkeys(constants, "constexpr"),
     }
     places = {name: (i,) for i, name in enumerate(kernel.arg_names)}
@@ -85,7 +55,7 @@ def compiled(name: str, width: int, rows: int, vocab: int) -> Any:
     if name == "exponentials":
         constexprs[(*places["extra"], 4)] = vocab % columns != 0
     # as Triton finds them when these are launched
-    sixteenfold = [(*places["extra"], i) for i, n in enumerate(kind.extra) if n.endswith(":16")]
+    sixteenfold = [(*places["extra"], i) for i, n in enumerate(extra) if n.endswith(":16")]
     source = GluonASTSource(
         fn=kernel,
         signature=signature,
@@ -93,6 +63,11 @@ def compiled(name: str, width: int, rows: int, vocab: int) -> Any:
         attrs={place: [["tt.divisibility", 16]] for place in sixteenfold},
     )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+def buffers_of(name: str, width: int, rows: int, _vocab: int) -> int:
+    buffers: int = KINDS[name][0].constants(width, rows)["BUFFERS"]
+    return buffers
 
 
 def machine_code(cubin: bytes) -> str:
@@ -117,7 +92,11 @@ def main() -> None:
         kernel = compiled(name, *map(int, numbers))
         result[case] = {
             "products_are_asynchronous": "wgmma.mma_async" in kernel.asm["ptx"],
-            "full_waits": len(re.findall(r"bulk\.wait_group\.read\s+0;", kernel.asm["ptx"])),
+            "buffers": buffers_of(name, *map(int, numbers)),
+            "waits": [
+                len(re.findall(rf"bulk\.wait_group\.read\s+{pending};", kernel.asm["ptx"]))
+                for pending in (0, 1)
+            ],
             "shared_bytes": kernel.metadata.shared,
             "spills": spills(machine_code(kernel.asm["cubin"])),
         }

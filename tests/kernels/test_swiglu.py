@@ -151,7 +151,8 @@ def test_input_gradient_kernel(shape: tuple[int, ...]) -> None:
 LINEAR_GPU_SHAPES = [
     *((3, 7, 320, 896), (1, 2_048, 320, 896), (1, 33_001, 320, 896), (8, 5_003, 320, 896)),
     *((2, 17_003, 512, 1_408), (1, 17_001, 640, 1_792), (2, 2_077, 64, 128)),
-    *((2, 2_077, 320, 192), (2, 2_077, 320, 96)),  # a tile has 64 gates, on the way back 128
+    *((2, 17_003, 64, 128), (2, 2_077, 320, 96)),
+    (2, 17_003, 320, 192),  # a tile has 64 gates, on the way back 128
 ]
 
 
@@ -176,6 +177,31 @@ def test_extreme_gates_stay_finite_in_products_on_gpu() -> None:
     found = dgate_up[0, :, :7]
     torch.testing.assert_close(found, expected.expand_as(found), rtol=1e-2, atol=1e-30)
     assert dgate_up.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_extreme_products_stay_finite_on_gpu() -> None:
+    """The weight is one, so that gates and ups are the inputs."""
+    gates, ups = extremes("cuda").bfloat16().expand(1, 5_000, -1).chunk(2, dim=-1)
+    x = torch.cat((gates, ups), dim=-1)
+    gate_up, activated = torch.full_like(x, torch.nan), torch.full_like(gates, torch.nan)
+    swiglu_linear(x, torch.eye(128, dtype=torch.bfloat16, device="cuda")[None], gate_up, activated)
+    assert torch.equal(gate_up, x)
+    expected = plain_swiglu(x.float()).bfloat16()
+    torch.testing.assert_close(activated, expected, rtol=1e-2, atol=1e-30)
+
+
+@pytest.mark.gpu
+def test_products_past_two_to_the_31_elements_on_gpu() -> None:
+    rows, tail = 2**23 + 5, 9
+    gate_up = torch.empty(1, rows, 256, dtype=torch.bfloat16, device="cuda")
+    gate_up[:, -tail:].normal_()
+    dy = torch.randn(1, rows, 64, device="cuda").bfloat16()
+    weight = torch.randn(1, 64, 128, device="cuda").bfloat16() / 8
+    expected = gate_up[:, -tail:].double()
+    swiglu_input_gradient.reference(dy[:, -tail:].double(), weight.double(), expected, expected)
+    swiglu_input_gradient(dy, weight, gate_up, gate_up)
+    torch.testing.assert_close(gate_up[:, -tail:].double(), expected, rtol=2.0**-7, atol=1e-3)
 
 
 @pytest.mark.gpu

@@ -91,9 +91,12 @@ def assert_same_gradients(run: Run, expected: Tensor) -> None:
             assert torch.equal(found, wanted), name
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_replay_is_the_first_call(workers: int) -> None:
-    run, rows = engine_run("gh200", workers, micro=2), token_rows(workers, 5, 1)[0]
+@pytest.mark.parametrize(
+    ("workers", "micro", "per_worker"),
+    [(1, 2, 5), (3, 2, 5), (1, None, 520), (3, None, 180)],  # of many rows, Hopper's products
+)
+def test_a_replay_is_the_first_call(workers: int, micro: int | None, per_worker: int) -> None:
+    run, rows = engine_run("gh200", workers, micro), token_rows(workers, per_worker, 1)[0]
     seen = []
     for _ in range(4):  # as it is, captured, replayed twice
         run.engine.pending = False

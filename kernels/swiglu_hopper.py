@@ -1,4 +1,4 @@
-"""Linear layers on Hopper GPUs with what follows them; see :mod:`tinyllm.kernels.hopper`."""
+"""SwiGLU beside products, both ways, on Hopper GPUs; see :mod:`tinyllm.kernels.hopper`."""
 
 # kernels are typed by Triton
 # mypy: disable-error-code="no-untyped-def"
@@ -9,15 +9,6 @@ from triton.experimental.gluon import language as gl
 
 from tinyllm.kernels import hopper
 from tinyllm.kernels.constants import LOG2_E
-
-_ENOUGH_ROWS = ((320, 2_048), (512, 4_096), (1 << 30, 16_384))
-"""Of all workers, for layers up to a width: with fewer, fetching weights takes too long."""
-
-_ENOUGH_ROWS_BACKWARD, _WIDEST_BACKWARD = 32_768, 512
-"""For gates' and ups' gradients, which need room in shared memory for more than results."""
-
-HEAD = hopper.PART
-"""Dimension of the heads that can be rotated here."""
 
 _COLUMNS = 128
 """Of a tile with gates and ups. More slices of x are worth more than a larger tile."""
@@ -34,59 +25,26 @@ _LOADED = gl.constexpr(
         shape=[hopper.ROWS, hopper.PART],
     )
 )
-"""How warps hold a part that was loaded: each warp its rows of a product, so that no warp waits for
-another when it is laid out as that; each thread 16 bytes of a row at a time."""
+"""How warps hold a part that was loaded: each thread 16 bytes of a row at a time, and each warp its
+rows of a product, so that numbers change hands within a warp when it is laid out as that."""
+
+_ENOUGH_ROWS = 32_768
+"""Of all workers, on the way back: with fewer it takes as long as its parts apart."""
+
+_WIDEST = 512
+"""On the way back: a wider layer leaves room for so few slices that it takes longer."""
 
 
-def pays(x: Tensor) -> bool:
-    """Whether a layer of these inputs can run here, and takes less time than its parts apart."""
-    workers, rows, width = x.shape
-    enough = next(count for widest, count in _ENOUGH_ROWS if width <= widest)
-    return workers * rows >= enough and hopper.fits(x)
+def pays(x: Tensor, activated: int) -> bool:
+    """Whether gates and ups for ``activated`` columns can be made here of x, in less time."""
+    return hopper.pays(x) and activated % GATES == 0
 
 
 def backward_pays(dy: Tensor, activated: int) -> bool:
-    """The same for the way back from ``activated`` columns to gates and ups."""
+    """Whether their gradients can be made here of dy, in less time."""
     workers, rows, width = dy.shape
-    enough = workers * rows >= _ENOUGH_ROWS_BACKWARD and width <= _WIDEST_BACKWARD
+    enough = workers * rows >= _ENOUGH_ROWS and width <= _WIDEST
     return enough and activated % _COLUMNS == 0 and hopper.fits(dy)
-
-
-@gluon.jit
-def load_turns(z, worker, row, tile_n, extra):
-    """Cosines and sines of a tile's rows, for heads as :func:`finish_rotation` has them."""
-    cos_ptr, sin_ptr, length, _turned = extra
-    half, _other = hopper.halves(hopper.parts(z)[0])
-    layout: gl.constexpr = half.type.layout
-    position = (row + gl.arange(0, z.shape[0], gl.SliceLayout(1, layout))) % length
-    column = gl.arange(0, half.shape[1], gl.SliceLayout(0, layout))
-    at = position[:, None] * half.shape[1] + column[None, :]
-    return gl.load(cos_ptr + at), gl.load(sin_ptr + at)
-
-
-@gluon.jit
-def finish_rotation(z, turns, worker, row, tile_n, tiles_n, outputs, buffers, extra):
-    """Turns the heads of queries and keys by their positions; see :mod:`tinyllm.kernels.rope`."""
-    cos, sin = turns
-    _cos_ptr, _sin_ptr, _length, turned = extra
-    COLUMNS: gl.constexpr = z.shape[1]
-    pieces = hopper.parts(z)
-    HEAD: gl.constexpr = pieces[0].shape[1]
-    for number in gl.static_range(COLUMNS // HEAD):
-        column = tile_n * COLUMNS + number * HEAD
-        head = pieces[number]
-        if column < turned:
-            turned_head = hopper.turned(head, cos, sin)
-            head = gl.convert_layout(turned_head, head.type.layout, assert_trivial=True)
-        hopper.send(head, outputs[0], [worker, row, column], buffers, number)
-
-
-def rotated(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int, length: int, qkv: Tensor
-) -> None:
-    """``x · Wᵀ`` with queries and keys turned; see :data:`tinyllm.kernels.rope.rotated_linear`."""
-    extra = (cos, sin, length, 2 * heads * HEAD)
-    hopper.launch(x, weight, [qkv], prepare=load_turns, finish=finish_rotation, extra=extra)
 
 
 @gluon.jit
@@ -114,27 +72,24 @@ def finish_swiglu(z, prepared, worker, row, tile_n, tiles_n, outputs, buffers, e
         up = pieces[PARTS + number]
         hopper.send(gate, outputs[0], [worker, row, column], buffers, 3 * number)
         hopper.send(up, outputs[0], [worker, row, up_at + column], buffers, 3 * number + 1)
-        activated = gate * up * _sigmoid(gate)
+        activated = gate * _sigmoid(gate) * up
         hopper.send(activated, outputs[1], [worker, row, column], buffers, 3 * number + 2)
+
+
+FORWARD = hopper.Product(finish_swiglu, boxes=2, columns=_COLUMNS)
 
 
 def swiglu(x: Tensor, weight: Tensor, gate_up: Tensor, activated: Tensor) -> None:
     """``x · Wᵀ`` and its activation; see :data:`tinyllm.kernels.swiglu.swiglu_linear`."""
-    hopper.launch(
-        *(x, weight, [gate_up, activated]),
-        finish=finish_swiglu,
-        extra=(activated.shape[2],),
-        boxes=2,
-        columns=_COLUMNS,
-    )
+    hopper.launch(FORWARD, x, weight, [gate_up, activated], (activated.shape[2],))
 
 
 @gluon.jit
 def load_gates(z, worker, row, tile_n, extra):
-    """Gates and ups of a tile, one part after the other, 16 bytes of a row in each thread."""
+    """Gates and ups that go with a tile z, one part after the other, laid out as ``_LOADED``."""
     pointer, rows, up_at = extra
-    PART: gl.constexpr = hopper.PART
     LAYOUT: gl.constexpr = _LOADED
+    PART: gl.constexpr = hopper.parts(z)[0].shape[1]
     down = gl.arange(0, z.shape[0], gl.SliceLayout(1, LAYOUT))
     across = gl.arange(0, PART, gl.SliceLayout(0, LAYOUT))
     inside = (row + down < rows)[:, None]
@@ -167,15 +122,12 @@ def finish_swiglu_backward(z, gates, worker, row, tile_n, tiles_n, outputs, buff
         hopper.send(dgate, outputs[0], [worker, row, column], buffers, 2 * number + 1)
 
 
+BACKWARD = hopper.Product(finish_swiglu_backward, load_gates, columns=_COLUMNS, exchange=True)
+
+
 def swiglu_backward(dy: Tensor, weight: Tensor, gate_up: Tensor, dgate_up: Tensor) -> None:
     """``dy · W`` and back through the activation; see
     :data:`tinyllm.kernels.swiglu.swiglu_input_gradient`.
     """
-    hopper.launch(
-        *(dy, weight.transpose(1, 2).contiguous(), [dgate_up]),
-        prepare=load_gates,
-        finish=finish_swiglu_backward,
-        extra=(gate_up, dy.shape[1], weight.shape[2]),
-        columns=_COLUMNS,
-        exchange=True,
-    )
+    turned = weight.transpose(1, 2).contiguous()
+    hopper.launch(BACKWARD, dy, turned, [dgate_up], (gate_up, dy.shape[1], weight.shape[2]))
