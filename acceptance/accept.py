@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 
+from tinyllm.acceptance.collect import verify_tables
 from tinyllm.acceptance.convergence import convergence_gate
 from tinyllm.acceptance.evidence import QUALIFICATIONS, EvidenceError, verify_all
 from tinyllm.acceptance.gates import GateResult, Verdict, worst
@@ -197,7 +198,9 @@ def main(args: Sequence[str] | None = None, prog: str = "tinyllm accept") -> int
     options = parser.parse_args(args)
     try:
         verify_evidence(options.root)
-        tables, _ = tables_of(options.root, options.candidate)
+        tables, candidate = tables_of(options.root, options.candidate)
+        if candidate is not None:
+            verify_tables(options.root, candidate)
         found = qualify(tables, protocol_of(options.root, options.protocol))
     except (EvidenceError, OSError, ValueError) as error:
         sys.stderr.write(f"{prog}: error: {error}\n")

@@ -34,8 +34,37 @@ def collect(root: Path, candidate: str, folder: Path | None = None) -> dict[str,
         folder: Where they go; None takes ``qualifications/ID`` in the root.
 
     Raises:
-        EvidenceError: If anything frozen has changed, or a result was made under another manifest
-            or candidate.
+        EvidenceError: As :func:`tables_from_results`.
+    """
+    tables = tables_from_results(root, candidate)
+    place = root / QUALIFICATIONS / candidate if folder is None else folder
+    replace_file(place / "protocol.json", verify_all(root).protocol.to_json())
+    for name, table in tables.items():
+        replace_file(place / f"{name}.csv", table.to_csv(index=False))
+    return {name: len(table) for name, table in tables.items()}
+
+
+def verify_tables(root: Path, candidate: str) -> None:
+    """Checks that a candidate's tables say what its results say.
+
+    Raises:
+        EvidenceError: If one does not, or as :func:`tables_from_results`.
+    """
+    for name, table in tables_from_results(root, candidate).items():
+        path = root / QUALIFICATIONS / candidate / f"{name}.csv"
+        if path.is_file() and path.read_bytes() != table.to_csv(index=False).encode():
+            raise EvidenceError(
+                f"{path} is not what the results of {candidate} say: there are more by now, or it "
+                "was changed; collect again"
+            )
+
+
+def tables_from_results(root: Path, candidate: str) -> dict[str, pd.DataFrame]:
+    """A candidate's tables by name, from the results of a campaign.
+
+    Raises:
+        EvidenceError: If anything frozen has changed, the candidate is not frozen, or a result was
+            made under another manifest or candidate.
     """
     manifest, frozen = verify_all(root), verify_candidate(root, candidate)
     protocol = manifest.protocol
@@ -72,10 +101,4 @@ def collect(root: Path, candidate: str, folder: Path | None = None) -> dict[str,
         "convergence": (list(CONVERGENCE_COLUMNS), runs("rows")),
         "validation-curves": (_CURVE_COLUMNS, runs("curve")),
     }
-    place = root / QUALIFICATIONS / candidate if folder is None else folder
-    replace_file(place / "protocol.json", protocol.to_json())
-    for name, (columns, found) in tables.items():
-        replace_file(
-            place / f"{name}.csv", pd.DataFrame(found, columns=columns).to_csv(index=False)
-        )
-    return {name: len(found) for name, (_, found) in tables.items()}
+    return {name: pd.DataFrame(found, columns=columns) for name, (columns, found) in tables.items()}

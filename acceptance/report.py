@@ -36,6 +36,7 @@ from tinyllm.acceptance.accept import (
     qualify,
     tables_of,
 )
+from tinyllm.acceptance.collect import verify_tables
 from tinyllm.acceptance.environment import environment
 from tinyllm.acceptance.evidence import (
     EvidenceError,
@@ -317,6 +318,8 @@ def main(args: Sequence[str] | None = None, prog: str = "gh200_report.py") -> in
     options = parser.parse_args(args)
     try:
         tables, candidate = tables_of(options.root, options.candidate)
+        if candidate is not None:
+            verify_tables(options.root, candidate)
         report = write_report(
             tables,
             protocol_of(options.root, options.protocol),

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from tinyllm.acceptance.freezing import freeze_native
 from tinyllm.acceptance.launcher import Launchers
 from tinyllm.acceptance.locks import claimed
 from tinyllm.acceptance.protocol import SIDES
+from tinyllm.acceptance.report import main as report
 from tinyllm.acceptance.runs import RunError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -354,6 +356,30 @@ def test_candidates_have_tables_of_their_own(
     ratio = json.loads(capsys.readouterr().out)["gates"]["performance"]["tables"]["ratios"][0]
     assert ratio["ratio"] == pytest.approx(5.0)  # as the pretended speeds are
     assert accept([str(root / "qualifications" / quick)]) == 0  # a folder of tables by itself
+
+
+def test_tables_that_are_not_the_candidates_results_do_not_count(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = do_all(root, "quick")
+    folder = root / "qualifications" / quick
+    other = candidate_of(root, "broken")
+    shutil.copytree(folder, folder.with_name(other))
+    shutil.copytree(folder, folder.with_name("0" * 12))
+    capsys.readouterr()
+    for command in (accept, report):
+        assert command([str(root), "--candidate", quick]) == 0
+        assert command([str(root), "--candidate", other]) == 2
+        assert f"is not what the results of {other} say" in capsys.readouterr().err
+        assert command([str(root), "--candidate", "0" * 12]) == 2
+        assert "0" * 12 in capsys.readouterr().err
+    table = folder / "performance.csv"
+    rows = pd.read_csv(table)
+    rows["window_1_seconds"] *= 0.5
+    rows.to_csv(table, index=False)
+    for command in (accept, report):
+        assert command([str(root), "--candidate", quick]) == 2
+        assert "performance.csv is not what the results" in capsys.readouterr().err
 
 
 def test_results_of_another_manifest_are_refused(root: Path) -> None:
