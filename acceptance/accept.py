@@ -108,11 +108,11 @@ def _judge(name: str, root: Path, protocol: Protocol) -> GateResult:
 def _read_table(path: Path) -> pd.DataFrame:
     """A table as it stands in its file.
 
-    As text, so that an allocation named 007 stays one; the gates read the numbers. The first line
-    is read like the others: as a header, pandas would rename columns that are there twice, and
-    take the first cells of longer rows for an index.
+    As text, so that allocations named 007 and NA stay so; the gates read the numbers. The first
+    line is read like the others: as a header, pandas would rename columns that are there twice,
+    and take the first cells of longer rows for an index.
     """
-    lines = pd.read_csv(path, header=None, dtype=str)
+    lines = pd.read_csv(path, header=None, dtype=str, keep_default_na=False, na_values=[""])
     return lines[1:].set_axis(lines.iloc[0].fillna("").tolist(), axis=1).reset_index(drop=True)
 
 

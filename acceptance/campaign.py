@@ -131,10 +131,15 @@ class Campaign:
 
         Raises:
             EvidenceError: If frozen evidence has changed.
-            ValueError: If pairs are to be timed and the allocation has no name.
+            ValueError: If pairs are to be timed and the allocation has no name, or one with spaces
+                around it.
         """
         if kind == "pairs" and not allocation:
             raise ValueError("pairs need the name of the allocation that they are timed in")
+        if allocation != allocation.strip():
+            raise ValueError(
+                f"the allocation {allocation!r} has spaces around its name; leave them out"
+            )
         chosen = list(self.names(kind, allocation) if names is None else names)
         self.write_receipt(kind=kind, allocation=allocation, jobs=chosen, environment=environment())
         parallel = max(1, self.parallel // 2) if kind == "pairs" else self.parallel

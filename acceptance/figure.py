@@ -274,8 +274,11 @@ def _numerical(panel: "Axes", worst: pd.DataFrame, protocol: Protocol) -> None:
             panel.annotate(
                 f"{limit:g}", (limit, row), (5, 0), textcoords="offset points", va="center"
             )
-            reached = candidate == limit == 1.0  # all of a loss's tolerance may be used
-            passed = reached or below(candidate, limit, protocol)
+            loss = limit == 1.0  # a share of its tolerance, all of which may be used
+            within = (
+                at_least(limit, candidate, protocol) if loss else below(candidate, limit, protocol)
+            )
+            passed = bool(within)  # NumPy's own is neither True nor False itself
         if not math.isfinite(candidate):
             _not_measured(panel, row, 0.02)  # away from the limits
         for value, height, verdict in ((candidate, -0.16, passed), (control, 0.18, None)):

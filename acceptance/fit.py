@@ -15,6 +15,8 @@ _LOG_LINES = 5
 _LOOK_SECONDS = 0.02
 _SAVING_SECONDS = 10.0
 _STOPPED = (130, 143)  # exit codes of `tinyllm fit` after Ctrl-C and SIGTERM
+_STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
+"""From outside; of others, such as SIGSEGV, a training is the cause itself."""
 
 
 class Fit:
@@ -84,12 +86,13 @@ class Fit:
         """Waits for its end.
 
         Raises:
-            RunError: If its exit code is not 0; of the kind ``interrupted`` after a signal.
+            RunError: If its exit code is not 0; of the kind ``interrupted`` if it was stopped from
+                outside.
         """
         self._process.send_signal(signal.SIGCONT)  # where it stands still
         code = self._process.wait()
         if code:
-            stopped = code < 0 or code in _STOPPED
+            stopped = -code in _STOPPING or code in _STOPPED
             raise RunError(
                 f"{self.folder.name} ended with exit code {code}: {self._last_lines()}",
                 kind=INTERRUPTED if stopped else "failed",

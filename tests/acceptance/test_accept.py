@@ -195,7 +195,7 @@ def test_unusual_files_keep_their_verdict(
 
 def test_allocations_are_read_as_text(root: Path) -> None:
     rows = performance_rows()
-    names = {1: "1", 2: "01", 3: "1e0"}
+    names = {1: "1", 2: "01", 3: "NA"}
     rows["allocation"] = rows["repeat"].map(names)
     rows.to_csv(root / "performance.csv", index=False)
     assert main([str(root)]) == 0

@@ -164,6 +164,8 @@ def test_an_allocation_times_one_repeat_of_a_workload(root: Path) -> None:
     assert all(name.endswith("repeat2") for name in campaign.run("pairs", "job-2").done)
     with pytest.raises(ValueError, match="need the name of the allocation"):
         campaign.run("pairs")
+    with pytest.raises(ValueError, match="'job-3 ' has spaces around its name"):
+        campaign.run("pairs", "job-3 ")
 
 
 def test_pairs_come_after_windows(root: Path) -> None:

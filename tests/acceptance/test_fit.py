@@ -110,12 +110,17 @@ def test_a_signal_for_all_reaches_trainings_and_leaves_the_server(
     Fit(source, {"seconds": 0, "code": 0}, tmp_path / "next").wait()
 
 
-def test_a_training_that_is_killed_has_ended(source: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sent", "kind"), [(signal.SIGKILL, "interrupted"), (signal.SIGABRT, "failed")]
+)
+def test_a_training_that_is_killed_has_ended(
+    source: Launcher, tmp_path: Path, sent: signal.Signals, kind: str
+) -> None:
     run = Fit(source, {"seconds": 60, "code": 0}, tmp_path / "run")
-    run._process.send_signal(signal.SIGKILL)
-    with pytest.raises(RunError, match="exit code -9") as raised:
+    run._process.send_signal(sent)
+    with pytest.raises(RunError, match=f"exit code -{int(sent)}") as raised:
         run.wait()
-    assert raised.value.kind == "interrupted"
+    assert raised.value.kind == kind
 
 
 def test_trainings_end_with_a_server_that_dies(source: Launcher, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from campaign_tables import (
     performance_rows,
 )
 
-from tinyllm.acceptance import PROTOCOL_1
+from tinyllm.acceptance import PROTOCOL_1, figure
 from tinyllm.acceptance.evidence import (
     EvidenceError,
     freeze_candidate,
@@ -379,3 +379,18 @@ def test_a_missing_matplotlib_is_named(root: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'tinyllm\[report\]'"):
         write_report(root, SMALL)
     assert not [name for name in OUTPUTS if (root / name).exists()]
+
+
+@pytest.mark.parametrize(
+    ("distance", "limit", "crosses"), [(0.2, 0.05, 1), (0.01, 0.05, 0), (1 + 1e-14, 1.0, 0)]
+)
+def test_what_is_beyond_a_limit_is_drawn_as_a_cross(
+    distance: float, limit: float, crosses: int
+) -> None:
+    """A loss, whose limit is 1, may use all of its tolerance, within the gate's rounding."""
+    from matplotlib.figure import Figure
+
+    panel = Figure().subplots()
+    row = {"quantity": "gradients", "candidate/native": distance, "native/native": 0.001}
+    figure._numerical(panel, pd.DataFrame([{**row, "limit": limit}]), PROTOCOL_1)
+    assert [line.get_marker() for line in panel.get_lines()].count("X") == crosses
