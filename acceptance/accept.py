@@ -131,6 +131,8 @@ def protocol_of(root: Path, named: str | None) -> Protocol:
 def tables_of(root: Path, candidate: str | None = None) -> tuple[Path, str | None]:
     """Where a candidate's tables are, and its id; a folder that is no campaign has its own tables.
 
+    In a campaign they are what the candidate's results say, and every frozen byte is as it was.
+
     Args:
         root: A campaign's folder, or one with tables.
         candidate: Its id; None takes the only one that was collected.
@@ -138,12 +140,13 @@ def tables_of(root: Path, candidate: str | None = None) -> tuple[Path, str | Non
     Raises:
         ValueError: If no candidate was collected, or several were and none is named, or one is
             named and the folder is no campaign.
+        EvidenceError: If a campaign's frozen bytes or the candidate's tables were changed.
     """
     if not (root / "manifest.json").is_file():
         if candidate is not None:
             raise ValueError(f"{root} is no campaign, so it has no candidate {candidate}")
         return root, None
-    folder = root / QUALIFICATIONS
+    manifest, folder = verify_all(root), root / QUALIFICATIONS
     if candidate is None:
         collected = sorted(path.name for path in folder.glob("[!.]*"))
         if not collected:
@@ -151,18 +154,8 @@ def tables_of(root: Path, candidate: str | None = None) -> tuple[Path, str | Non
         if len(collected) > 1:
             raise ValueError(f"name one of the candidates {collected} with --candidate")
         (candidate,) = collected
+    verify_tables(root, manifest, candidate)
     return folder / candidate, candidate
-
-
-def verify_evidence(root: Path) -> None:
-    """Checks every frozen and retained byte, where there is a campaign.
-
-    Raises:
-        EvidenceError: If one has changed.
-    """
-    if (root / "manifest.json").is_file():
-        verify_all(root)
-        verify_retained(root)
 
 
 def add_tables_options(parser: argparse.ArgumentParser) -> None:
@@ -197,10 +190,9 @@ def main(args: Sequence[str] | None = None, prog: str = "tinyllm accept") -> int
     parser.add_argument("--json", action="store_true", help="Print everything as JSON.")
     options = parser.parse_args(args)
     try:
-        verify_evidence(options.root)
         tables, candidate = tables_of(options.root, options.candidate)
         if candidate is not None:
-            verify_tables(options.root, candidate)
+            verify_retained(options.root)
         found = qualify(tables, protocol_of(options.root, options.protocol))
     except (EvidenceError, OSError, ValueError) as error:
         sys.stderr.write(f"{prog}: error: {error}\n")

@@ -10,6 +10,7 @@ from tinyllm.acceptance.convergence import CONVERGENCE_COLUMNS
 from tinyllm.acceptance.evidence import (
     QUALIFICATIONS,
     EvidenceError,
+    Manifest,
     verify_all,
     verify_candidate,
 )
@@ -34,23 +35,24 @@ def collect(root: Path, candidate: str, folder: Path | None = None) -> dict[str,
         folder: Where they go; None takes ``qualifications/ID`` in the root.
 
     Raises:
-        EvidenceError: As :func:`tables_from_results`.
+        EvidenceError: If anything frozen has changed, or as :func:`tables_from_results`.
     """
-    tables = tables_from_results(root, candidate)
+    manifest = verify_all(root)
+    tables = tables_from_results(root, manifest, candidate)
     place = root / QUALIFICATIONS / candidate if folder is None else folder
-    replace_file(place / "protocol.json", verify_all(root).protocol.to_json())
+    replace_file(place / "protocol.json", manifest.protocol.to_json())
     for name, table in tables.items():
         replace_file(place / f"{name}.csv", table.to_csv(index=False))
     return {name: len(table) for name, table in tables.items()}
 
 
-def verify_tables(root: Path, candidate: str) -> None:
-    """Checks that a candidate's tables say what its results say.
+def verify_tables(root: Path, manifest: Manifest, candidate: str) -> None:
+    """Checks that a candidate's tables say what its results say; the manifest is verified.
 
     Raises:
         EvidenceError: If one does not, or as :func:`tables_from_results`.
     """
-    for name, table in tables_from_results(root, candidate).items():
+    for name, table in tables_from_results(root, manifest, candidate).items():
         path = root / QUALIFICATIONS / candidate / f"{name}.csv"
         if path.is_file() and path.read_bytes() != table.to_csv(index=False).encode():
             raise EvidenceError(
@@ -59,15 +61,14 @@ def verify_tables(root: Path, candidate: str) -> None:
             )
 
 
-def tables_from_results(root: Path, candidate: str) -> dict[str, pd.DataFrame]:
-    """A candidate's tables by name, from the results of a campaign.
+def tables_from_results(root: Path, manifest: Manifest, candidate: str) -> dict[str, pd.DataFrame]:
+    """A candidate's tables by name, from the results of a campaign; the manifest is verified.
 
     Raises:
-        EvidenceError: If anything frozen has changed, the candidate is not frozen, or a result was
-            made under another manifest or candidate.
+        EvidenceError: If the candidate is not frozen or has changed, or a result was made under
+            another manifest or candidate.
     """
-    manifest, frozen = verify_all(root), verify_candidate(root, candidate)
-    protocol = manifest.protocol
+    frozen, protocol = verify_candidate(root, candidate), manifest.protocol
     identities = {NATIVE: "", candidate: frozen.identity}
 
     def rows(kind: str, parts: Sequence[str], *owners: str, key: str = "rows") -> list[Any]:

@@ -36,7 +36,6 @@ from tinyllm.acceptance.accept import (
     qualify,
     tables_of,
 )
-from tinyllm.acceptance.collect import verify_tables
 from tinyllm.acceptance.environment import environment
 from tinyllm.acceptance.evidence import (
     EvidenceError,
@@ -318,8 +317,6 @@ def main(args: Sequence[str] | None = None, prog: str = "gh200_report.py") -> in
     options = parser.parse_args(args)
     try:
         tables, candidate = tables_of(options.root, options.candidate)
-        if candidate is not None:
-            verify_tables(options.root, candidate)
         report = write_report(
             tables,
             protocol_of(options.root, options.protocol),

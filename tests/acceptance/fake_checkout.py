@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from tinyllm.acceptance import measure
+from tinyllm.acceptance.campaign import Campaign
+from tinyllm.acceptance.collect import collect
 from tinyllm.acceptance.configure import Settings
 from tinyllm.acceptance.freezing import freeze_native, freeze_new_candidate
 
@@ -160,3 +162,19 @@ def candidate_of(root: Path, backend: str = "native") -> str:
     """Freezes a candidate from ``checkout`` beside the campaign; gives its id."""
     checkout = root.parent / "checkout"
     return freeze_new_candidate(root, {"backend": backend}, checkout=checkout).id
+
+
+def do_all(root: Path, backend: str = "native", parallel: int = 1) -> str:
+    """Every step; the candidate's id."""
+    native = Campaign(root, parallel=parallel)
+    native.run("convergence")
+    native.run("controls")
+    name = candidate_of(root, backend)
+    campaign = Campaign(root, name, parallel=parallel)
+    campaign.run("windows")
+    for repeat in range(1, TOY.repeats + 1):
+        campaign.run("pairs", f"job-{repeat}")
+    campaign.run("numerical")
+    campaign.run("convergence")
+    collect(root, name)
+    return name

@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from fake_checkout import TOY, candidate_of, killed, make_cache
+from fake_checkout import TOY, candidate_of, do_all, killed, make_cache
 
 from tinyllm.acceptance import PROTOCOL_1
 from tinyllm.acceptance.accept import main as accept
@@ -27,27 +26,10 @@ from tinyllm.acceptance.freezing import freeze_native
 from tinyllm.acceptance.launcher import Launchers
 from tinyllm.acceptance.locks import claimed
 from tinyllm.acceptance.protocol import SIDES
-from tinyllm.acceptance.report import main as report
 from tinyllm.acceptance.runs import RunError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TABLES = ("performance", "numerical", "convergence", "validation-curves")
-
-
-def do_all(root: Path, backend: str = "native", parallel: int = 1) -> str:
-    """Every step; the candidate's id."""
-    native = Campaign(root, parallel=parallel)
-    native.run("convergence")
-    native.run("controls")
-    name = candidate_of(root, backend)
-    campaign = Campaign(root, name, parallel=parallel)
-    campaign.run("windows")
-    for repeat in range(1, TOY.repeats + 1):
-        campaign.run("pairs", f"job-{repeat}")
-    campaign.run("numerical")
-    campaign.run("convergence")
-    collect(root, name)
-    return name
 
 
 def test_a_manifest_of_version_1_has_a_configuration_for_each_id(
@@ -340,58 +322,6 @@ def test_comparisons_end_with_who_wants_them() -> None:
     pytest.fail("a comparison goes on")
 
 
-def test_candidates_have_tables_of_their_own(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert accept([str(root)]) == 2
-    assert "has no candidate's tables; collect them first" in capsys.readouterr().err
-    slow = do_all(root)
-    before = {path: path.read_bytes() for path in (root / "qualifications" / slow).iterdir()}
-    quick = do_all(root, "quick")
-    assert {path: path.read_bytes() for path in before} == before
-    assert accept([str(root)]) == 2
-    message = capsys.readouterr().err
-    assert "with --candidate" in message
-    assert slow in message
-    capsys.readouterr()
-    assert accept([str(root), "--candidate", quick, "--json"]) == 0
-    ratio = json.loads(capsys.readouterr().out)["gates"]["performance"]["tables"]["ratios"][0]
-    assert ratio["ratio"] == pytest.approx(5.0)  # as the pretended speeds are
-    assert accept([str(root / "qualifications" / quick)]) == 0  # a folder of tables by itself
-
-
-def test_tables_that_are_not_the_candidates_results_do_not_count(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    quick = do_all(root, "quick")
-    folder = root / "qualifications" / quick
-    other = candidate_of(root, "broken")
-    shutil.copytree(folder, folder.with_name(other))
-    shutil.copytree(folder, folder.with_name("0" * 12))
-    capsys.readouterr()
-    for command in (accept, report):
-        assert command([str(root), "--candidate", quick]) == 0
-        assert command([str(root), "--candidate", other]) == 2
-        assert f"is not what the results of {other} say" in capsys.readouterr().err
-        assert command([str(root), "--candidate", "0" * 12]) == 2
-        assert "0" * 12 in capsys.readouterr().err
-    table = folder / "performance.csv"
-    rows = pd.read_csv(table)
-    rows["window_1_seconds"] *= 0.5
-    rows.to_csv(table, index=False)
-    for command in (accept, report):
-        assert command([str(root), "--candidate", quick]) == 2
-        assert "performance.csv is not what the results" in capsys.readouterr().err
-
-
-def test_results_of_another_manifest_are_refused(root: Path) -> None:
-    name = do_all(root)
-    (path, *_) = sorted((root / "results").glob("native.convergence.*/result.json"))
-    path.write_text(path.read_text().replace(verify_manifest(root).identity, "0" * 64))
-    with pytest.raises(EvidenceError, match="under another manifest or candidate"):
-        collect(root, name)
-
-
 @pytest.mark.parametrize("frozen", ["protocol.json", "native/tinyllm/cli.py", "candidate"])
 def test_one_changed_byte_refuses_every_later_command(
     root: Path, frozen: str, capsys: pytest.CaptureFixture[str]
@@ -428,7 +358,7 @@ from itertools import pairwise, product
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from fake_checkout import freeze
-from test_campaign import do_all
+from fake_checkout import do_all
 freeze(Path(sys.argv[2]), *map(Path, sys.argv[3:]))
 do_all(Path(sys.argv[2]))
 """

@@ -1,0 +1,66 @@
+"""Tables of a campaign's candidates, and that only their own count."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from fake_checkout import candidate_of, do_all
+
+from tinyllm.acceptance.accept import main as accept
+from tinyllm.acceptance.collect import collect
+from tinyllm.acceptance.evidence import EvidenceError, verify_manifest
+from tinyllm.acceptance.report import main as report
+
+
+def test_candidates_have_tables_of_their_own(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert accept([str(root)]) == 2
+    assert "has no candidate's tables; collect them first" in capsys.readouterr().err
+    slow = do_all(root)
+    before = {path: path.read_bytes() for path in (root / "qualifications" / slow).iterdir()}
+    quick = do_all(root, "quick")
+    assert {path: path.read_bytes() for path in before} == before
+    assert accept([str(root)]) == 2
+    message = capsys.readouterr().err
+    assert "with --candidate" in message
+    assert slow in message
+    capsys.readouterr()
+    assert accept([str(root), "--candidate", quick, "--json"]) == 0
+    ratio = json.loads(capsys.readouterr().out)["gates"]["performance"]["tables"]["ratios"][0]
+    assert ratio["ratio"] == pytest.approx(5.0)  # as the pretended speeds are
+    assert accept([str(root / "qualifications" / quick)]) == 0  # a folder of tables by itself
+
+
+def test_tables_that_are_not_the_candidates_results_do_not_count(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = do_all(root, "quick")
+    folder = root / "qualifications" / quick
+    other = candidate_of(root, "broken")
+    shutil.copytree(folder, folder.with_name(other))
+    shutil.copytree(folder, folder.with_name("0" * 12))
+    capsys.readouterr()
+    for command in (accept, report):
+        assert command([str(root), "--candidate", quick]) == 0
+        assert command([str(root), "--candidate", other]) == 2
+        assert f"is not what the results of {other} say" in capsys.readouterr().err
+        assert command([str(root), "--candidate", "0" * 12]) == 2
+        assert "0" * 12 in capsys.readouterr().err
+    table = folder / "performance.csv"
+    rows = pd.read_csv(table)
+    rows["window_1_seconds"] *= 0.5
+    rows.to_csv(table, index=False)
+    for command in (accept, report):
+        assert command([str(root), "--candidate", quick]) == 2
+        assert "performance.csv is not what the results" in capsys.readouterr().err
+
+
+def test_results_of_another_manifest_are_refused(root: Path) -> None:
+    name = do_all(root)
+    (path, *_) = sorted((root / "results").glob("native.convergence.*/result.json"))
+    path.write_text(path.read_text().replace(verify_manifest(root).identity, "0" * 64))
+    with pytest.raises(EvidenceError, match="under another manifest or candidate"):
+        collect(root, name)
