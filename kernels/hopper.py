@@ -13,7 +13,7 @@ outweigh the operands: :mod:`tinyllm.kernels.head_hopper`, :mod:`tinyllm.kernels
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,7 +40,7 @@ DEPTH = 64
 """Columns of x in a slice."""
 
 PART = 64
-"""Columns of a result that are sent out together."""
+"""Columns of a result that are worked on together."""
 
 _SHARED_BYTES = 227 * 1024
 _SLICE_BYTES = ROWS * DEPTH * 2
@@ -50,11 +50,11 @@ _BARRIER_BYTES = 1_024
 _EXCHANGE_BYTES = 4 * 1024
 """Enough for what the threads of both consumers exchange when a part changes its layout."""
 
-_FEW_ROWS = 8_192
-"""Up to which x lies in the L2 cache, and a second buffer for results is worth more than slices."""
-
 _MOST_SLICES = 12
 """Of x; more are no faster."""
+
+_MANY_SLICES = 7
+"""Of x, beside which two buffers for whole parts are worth their room."""
 
 _ENOUGH_ROWS = {320: 2_048, 512: 4_096, 640: 16_384}
 """Of all workers, for layers up to a width: with fewer, fetching weights takes too long."""
@@ -77,7 +77,7 @@ def runs_on(x: Tensor) -> bool:
 def fits(x: Tensor) -> bool:
     """Whether products can run where ``x`` lies, and with inputs as wide."""
     width = x.shape[-1]
-    return runs_on(x) and width % DEPTH == 0 and _units(width, columns_of(width), False) >= 8
+    return runs_on(x) and width % DEPTH == 0 and _room(width, columns_of(width), False) >= 8
 
 
 def pays(x: Tensor) -> bool:
@@ -88,25 +88,40 @@ def pays(x: Tensor) -> bool:
     return workers * rows >= next(rows for most, rows in _ENOUGH_ROWS.items() if width <= most)
 
 
-def _units(width: int, columns: int, exchange: bool) -> int:
-    """For how many slices or buffers there is room beside a tile of the weight."""
+def _room(width: int, columns: int, exchange: bool) -> int:
+    """How many slices there is room for beside a tile of the weight, if there were no results."""
     taken = 2 * columns * width + _BARRIER_BYTES + (_EXCHANGE_BYTES if exchange else 0)
     return (_SHARED_BYTES - taken) // _SLICE_BYTES
 
 
-def slices_and_buffers(width: int, rows: int, columns: int, exchange: bool) -> tuple[int, int]:
-    """How many slices of x, and how many buffers for each consumer's results, shared memory has.
+class Memory(NamedTuple):
+    """What a program holds beside a tile of the weight.
+
+    Attributes:
+        slices: Of x.
+        buffers: For results of each of both consumers.
+        sent: Columns of a buffer.
+    """
+
+    slices: int
+    buffers: int
+    sent: int
+
+
+def memory(width: int, columns: int, exchange: bool) -> Memory:
+    """The division of shared memory that takes the least time.
 
     Args:
         width: C.
-        rows: Of all workers.
         columns: Of a tile of results.
         exchange: Whether parts change their layout.
     """
-    units = _units(width, columns, exchange)
-    # a second buffer is worth less than two of few slices, and a third is worth nothing
-    buffers = 2 if units >= 10 or rows <= _FEW_ROWS else 1
-    return min(_MOST_SLICES, units - 2 * buffers), buffers
+    room = _room(width, columns, exchange)
+    if room >= _MANY_SLICES + 4:
+        return Memory(min(_MOST_SLICES, room - 4), buffers=2, sent=PART)
+    # parts leave by halves: a buffer of each consumer takes as much as one slice in all
+    buffers = 2 if 2 * columns > width else 1  # with few results a slice is worth more
+    return Memory(room - buffers, buffers, sent=PART // 2)
 
 
 @gluon.jit
@@ -133,18 +148,19 @@ class Product:
     columns: int | None = None
     exchange: bool = False
 
-    def constants(self, width: int, rows: int) -> dict[str, Any]:
-        """Of :func:`product_kernel`, for inputs of a width and so many rows of all workers."""
+    def constants(self, width: int) -> dict[str, Any]:
+        """Of :func:`product_kernel`, for inputs of a width."""
         columns = self.columns or columns_of(width)
-        stages, buffers = slices_and_buffers(width, rows, columns, self.exchange)
+        slices, buffers, sent = memory(width, columns, self.exchange)
         return {
             "PREPARE": self.prepare,
             "FINISH": self.finish,
             "C": width,
             "COLUMNS": columns,
             "BOXES": self.boxes,
-            "STAGES": stages,
+            "STAGES": slices,
             "BUFFERS": buffers,
+            "SENT": sent,
         }
 
 
@@ -165,15 +181,15 @@ def launch(
         extra: What ``prepare`` and ``finish`` take beside.
     """
     workers, rows, width = x.shape
-    constants = product.constants(width, workers * rows)
+    constants = product.constants(width)
     columns, piece = constants["COLUMNS"] // product.boxes, weight.shape[1] // product.boxes
     tiles_m, tiles_n = triton.cdiv(rows, ROWS), triton.cdiv(piece, columns)
     segments, starts = segments_and_starts(workers * tiles_n, tiles_m, x.device)
     product_kernel[(len(starts) - 1,)](
         _descriptor(x, ROWS, DEPTH),
         _descriptor(weight, columns, DEPTH),
-        _descriptor(outputs[0], ROWS, PART),
-        _descriptor(outputs[-1], ROWS, PART),
+        _descriptor(outputs[0], ROWS, constants["SENT"]),
+        _descriptor(outputs[-1], ROWS, constants["SENT"]),
         *(segments, starts, tiles_n, piece, extra),
         **constants,
         num_warps=4,
@@ -258,7 +274,19 @@ def parts(z):
 
 @gluon.jit
 def send(z, out_desc, place, buffers, NUMBER: gl.constexpr):
-    """Stores part ``NUMBER`` (0, 1, …) of a tile's results at ``place``, by way of a buffer."""
+    """Stores part ``NUMBER`` (0, 1, …) of a tile's results at ``place``, by way of buffers."""
+    SENT: gl.constexpr = buffers.shape[3]
+    if z.shape[1] == SENT:
+        _send(z, out_desc, place, buffers, NUMBER)
+    else:
+        worker, row, column = place
+        first, second = halves(z)
+        _send(first, out_desc, [worker, row, column], buffers, 2 * NUMBER)
+        _send(second, out_desc, [worker, row, column + SENT], buffers, 2 * NUMBER + 1)
+
+
+@gluon.jit
+def _send(z, out_desc, place, buffers, NUMBER: gl.constexpr):
     BUFFERS: gl.constexpr = buffers.shape[0]
     # the tile before may have ended with any buffer
     PENDING: gl.constexpr = 0 if NUMBER == 0 else BUFFERS - 1
@@ -352,15 +380,15 @@ def product_kernel(
     BOXES: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
+    SENT: gl.constexpr,
 ):
     """A program: its segments, by a producer and two consumers."""
     ROWS: gl.constexpr = x_desc.block_type.shape[1]
     DEPTH: gl.constexpr = x_desc.block_type.shape[2]
-    PART: gl.constexpr = out_desc.block_type.shape[2]
     w_shape: gl.constexpr = [C // DEPTH, BOXES, COLUMNS // BOXES, DEPTH]
     w_tile = gl.allocate_shared_memory(gl.bfloat16, w_shape, w_desc.layout)
     slices = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, ROWS, DEPTH], x_desc.layout)
-    out: gl.constexpr = [BUFFERS, 1, ROWS, PART]
+    out: gl.constexpr = [BUFFERS, 1, ROWS, SENT]
     out_0 = gl.allocate_shared_memory(gl.bfloat16, out, out_desc.layout)
     out_1 = gl.allocate_shared_memory(gl.bfloat16, out, out_desc.layout)
     ring: gl.constexpr = [STAGES, 1]

@@ -1,6 +1,6 @@
 """Compiles Hopper kernels for each case given; prints what came out as JSON.
 
-Needs no GPU. A case is FINISH,C,ROWS,V.
+Needs no GPU. A case is FINISH,C,V.
 """
 
 import json
@@ -35,16 +35,16 @@ def described(rows: int, columns: int) -> str:
     return f"tensordesc<bf16{block},{layout!r}>"
 
 
-def compiled(name: str, width: int, rows: int, vocab: int) -> Any:
+def compiled(name: str, width: int, vocab: int) -> Any:
     (product, extra), kernel = KINDS[name], hopper.product_kernel
-    constants = product.constants(width, rows)
+    constants = product.constants(width)
     columns = constants["COLUMNS"]
     # without one, compiled code of another version would be taken for this one's
     assert all(function.cache_key for function in (kernel, product.prepare, product.finish))
     signature = {
         "x_desc": described(hopper.ROWS, hopper.DEPTH),
         "w_desc": described(columns // product.boxes, hopper.DEPTH),
-        **dict.fromkeys(("out_desc", "other_desc"), described(hopper.ROWS, hopper.PART)),
+        **dict.fromkeys(("out_desc", "other_desc"), described(hopper.ROWS, constants["SENT"])),
         **dict.fromkeys(("segments", "starts"), "*i32"),
         **dict.fromkeys(("tiles_n", "piece"), "i32"),
         "extra": tuple(name.removesuffix(":16") for name in extra),
@@ -63,11 +63,6 @@ def compiled(name: str, width: int, rows: int, vocab: int) -> Any:
         attrs={place: [["tt.divisibility", 16]] for place in sixteenfold},
     )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-
-
-def buffers_of(name: str, width: int, rows: int, _vocab: int) -> int:
-    buffers: int = KINDS[name][0].constants(width, rows)["BUFFERS"]
-    return buffers
 
 
 def machine_code(cubin: bytes) -> str:
@@ -89,10 +84,11 @@ def main() -> None:
     result = {}
     for case in sys.argv[1:]:
         name, *numbers = case.split(",")
-        kernel = compiled(name, *map(int, numbers))
+        width, vocab = map(int, numbers)
+        kernel, constants = compiled(name, width, vocab), KINDS[name][0].constants(width)
         result[case] = {
             "products_are_asynchronous": "wgmma.mma_async" in kernel.asm["ptx"],
-            "buffers": buffers_of(name, *map(int, numbers)),
+            **{name: constants[name] for name in ("BUFFERS", "SENT")},
             "waits": [
                 len(re.findall(rf"bulk\.wait_group\.read\s+{pending};", kernel.asm["ptx"]))
                 for pending in (0, 1)

@@ -5,21 +5,18 @@ from typing import Any
 
 import pytest
 
+from tinyllm.kernels import hopper
 from tinyllm.kernels.hopper_schedule import schedule
 
 from .checks import compiled_by
 
 CASES = [
-    *(
-        (name, width, 131_072, 0)
-        for name in ("rotation", "swiglu")
-        for width in (64, 320, 512, 640)
-    ),
-    *(("swiglu_backward", width, 131_072, 0) for width in (64, 320, 512)),
-    *(("exponentials", width, 131_072, 32_000) for width in (64, 320, 512, 640)),
-    *(("exponentials", width, 2_048, 32_001) for width in (320, 640)),
+    *((name, width, 0) for name in ("rotation", "swiglu") for width in (64, 320, 512, 640)),
+    *(("swiglu_backward", width, 0) for width in (64, 320, 512)),
+    *(("exponentials", width, 32_000) for width in (64, 320, 512, 640)),
+    *(("exponentials", width, 32_001) for width in (320, 640)),
 ]
-"""What is done with a product, C, W·M, V: all models, few rows and many, a masked tile."""
+"""What is done with a product, C, V: all models, a masked tile."""
 
 
 @pytest.mark.parametrize("programs", [1, 3, 132])
@@ -62,9 +59,10 @@ def test_compiles_for_hopper(compiled: dict[str, Any], case: tuple[Any, ...]) ->
     # No buffer is written before what was sent from it has left. In both consumers a tile's first
     # result, and the end, wait for all that was sent; its others wait for all if there is one
     # buffer, and for all but the last if there are two.
-    results = {"swiglu": 3, "swiglu_backward": 4}.get(case[0], 4 if case[1] <= 320 else 2)
+    parts = {"swiglu": 3, "swiglu_backward": 4}.get(case[0], 4 if case[1] <= 320 else 2)
+    results = parts * hopper.PART // kernel["SENT"]
     of_one, of_two = [2 * (results + 1), 0], [4, 2 * (results - 1)]
-    assert kernel["waits"] == (of_one if kernel["buffers"] == 1 else of_two)
+    assert kernel["waits"] == (of_one if kernel["BUFFERS"] == 1 else of_two)
     assert kernel["shared_bytes"] <= 227 * 1024
     # of numbers that a tile needs once, and where columns are masked
-    assert kernel["spills"] <= (40 if case[0] == "swiglu_backward" else 16)
+    assert kernel["spills"] <= (40 if case[0] == "swiglu_backward" else 24)
