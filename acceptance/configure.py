@@ -70,11 +70,20 @@ class Settings:
     planned_updates: int | None = None
 
 
-def resolved_configs(protocol: Protocol, settings: Settings) -> dict[str, Config]:
-    """The configuration of each workload and recipe, by id."""
+def resolved_configs(protocol: Protocol, settings: Settings, tokens: int) -> dict[str, Config]:
+    """The configuration of each workload and recipe, by id.
+
+    Args:
+        protocol: What is measured.
+        settings: What it leaves open.
+        tokens: Of the cache's train split.
+
+    Raises:
+        ValueError: As :func:`workload_config` and :func:`run_length`.
+    """
     return {
         **{w.id: workload_config(w, settings) for w in protocol.workloads},
-        **{r.id: recipe_config(r, settings) for r in protocol.recipes},
+        **{r.id: recipe_config(r, settings, tokens) for r in protocol.recipes},
     }
 
 
@@ -102,9 +111,9 @@ def workload_config(workload: Workload, settings: Settings) -> Config:
     return config
 
 
-def recipe_config(recipe: Recipe, settings: Settings) -> Config:
-    """Native's run of a recipe on its full budget, with its first seed."""
-    updates, interval = run_length(recipe)
+def recipe_config(recipe: Recipe, settings: Settings, tokens: int) -> Config:
+    """Native's run of a recipe on its full budget, with its first seed; see :func:`run_length`."""
+    updates, interval = run_length(recipe, tokens)
     size = "small" if recipe.update_tokens <= _SMALL_TOKENS else recipe.scheme
     config = _config(recipe, size, settings, updates=updates, seed=recipe.seeds[0])
     config["trainer"] |= {"val_check_interval": interval, "check_val_every_n_epoch": None}
@@ -112,22 +121,58 @@ def recipe_config(recipe: Recipe, settings: Settings) -> Config:
     return config
 
 
-def run_length(recipe: Recipe) -> tuple[int, int]:
+def run_length(recipe: Recipe, tokens: int) -> tuple[int, int]:
     """Updates of a full run and of the interval of its validations, which divides them.
 
     The run crosses its budget with the last update, or stops before it if that number divides
     better.
+
+    Args:
+        recipe: What is trained.
+        tokens: Of the train split.
+
+    Raises:
+        ValueError: If the split has no row.
     """
-    least = max(1, recipe.budget_tokens // recipe.update_tokens)
-    most = max(1, math.ceil(recipe.budget_tokens / recipe.update_tokens))
+    crossing = _updates_for(recipe, tokens)
     choices = [
         (count < _VALIDATIONS // 2, abs(math.log(count / _VALIDATIONS)), -updates, updates // count)
-        for updates in (least, most)
+        for updates in {max(1, crossing - 1), crossing}
         for count in range(1, min(updates, 50 * _VALIDATIONS) + 1)
         if updates % count == 0
     ]
     *_, updates, interval = min(choices)
     return -updates, interval
+
+
+def _updates_for(recipe: Recipe, tokens: int) -> int:
+    """The least number of updates with which a recipe is trained on its budget or more."""
+    in_epoch = (tokens - 1) // recipe.context
+    if in_epoch < 1:
+        raise ValueError(
+            f"the train split has {tokens:,} tokens, too few for a row of {recipe.id}, which takes "
+            f"{recipe.context + 1:,}; prepare a larger cache"
+        )
+    rows = recipe.workers * recipe.local_batch
+    epochs, more = divmod(math.ceil(recipe.budget_tokens / recipe.context), in_epoch)
+    return epochs * math.ceil(in_epoch / rows) + math.ceil(more / rows)
+
+
+def trained_targets(tokens: int, updates: int, *, context: int, rows: int) -> int:
+    """How many targets a number of updates is trained on, as ``TokenLoader`` serves them.
+
+    Each epoch serves every full row of the split once. Its last update has the rows that are left,
+    and what pads it, up to a whole batch or to the same number for each worker, is no target.
+
+    Args:
+        tokens: Of the train split.
+        updates: From the start of the run.
+        context: Targets of a row.
+        rows: Of an update, over all workers.
+    """
+    in_epoch = (tokens - 1) // context
+    epochs, more = divmod(updates, math.ceil(in_epoch / rows))
+    return context * (epochs * in_epoch + min(more * rows, in_epoch))
 
 
 def throughput_config(

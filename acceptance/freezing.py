@@ -29,10 +29,12 @@ def freeze_native(
 
     Raises:
         EvidenceError: If the folder holds another manifest, or candidates without any.
+        ValueError: If the cache is too small for a recipe.
     """
     # native runs in folders of its own, so its cache needs a path that holds everywhere
     whole = replace(settings, cache=str(Path(settings.cache).resolve()))
-    configs = resolved_configs(protocol, whole)
+    cache = cache_manifest(whole.cache)
+    configs = resolved_configs(protocol, whole, cache["splits"]["train"]["tokens"])
     with _staged(checkout) as (base, files):
         return freeze_manifest(
             root,
@@ -41,7 +43,7 @@ def freeze_native(
             base=base,
             files=files,
             lockfile=checkout / "requirements.lock",
-            token_cache=cache_manifest(whole.cache)["identity"],
+            token_cache=cache["identity"],
             patch=_patch(checkout),
         )
 

@@ -24,6 +24,7 @@ from tinyllm.acceptance.configure import (
     convergence_config,
     numerical_config,
     throughput_config,
+    trained_targets,
 )
 from tinyllm.acceptance.evidence import Candidate, EvidenceError, Manifest
 from tinyllm.acceptance.fit import Fit
@@ -285,23 +286,6 @@ def convergence(bench: Bench, run: ConvergenceRun, side: str, folder: Path) -> d
         for update, loss in curve
     ]
     return {"starts": starts, "rows": [row], "curve": points}
-
-
-def trained_targets(tokens: int, updates: int, *, context: int, rows: int) -> int:
-    """How many targets a number of updates is trained on, as ``TokenLoader`` serves them.
-
-    Each epoch serves every full row of the split once. Its last update has the rows that are left,
-    and what pads it, up to a whole batch or to the same number for each worker, is no target.
-
-    Args:
-        tokens: Of the train split.
-        updates: From the start of the run.
-        context: Targets of a row.
-        rows: Of an update, over all workers.
-    """
-    in_epoch = (tokens - 1) // context
-    epochs, more = divmod(updates, math.ceil(in_epoch / rows))
-    return context * (epochs * in_epoch + min(more * rows, in_epoch))
 
 
 def _plain(value: Any) -> Any:

@@ -18,13 +18,17 @@ from tinyllm.acceptance.configure import (
     resolved_configs,
     run_length,
     throughput_config,
+    trained_targets,
     workload_config,
 )
 from tinyllm.cli import main
 from tinyllm.trainer_cli import TinyLLMCLI
 
 SETTINGS = Settings(cache="data/corpus")
-CONFIGS = resolved_configs(PROTOCOL_1, SETTINGS)
+ONE_EPOCH = 10**9
+"""Tokens of a cache of which no recipe sees the end."""
+
+CONFIGS = resolved_configs(PROTOCOL_1, SETTINGS, ONE_EPOCH)
 RECIPES = {  # ours: the files that ship the same training
     "20m-sync-production": ["20m"],
     "50m-sync-production": ["50m"],
@@ -96,13 +100,32 @@ def test_what_a_workload_says_is_in_its_configuration() -> None:
 
 @pytest.mark.parametrize("recipe", PROTOCOL_1.recipes, ids=lambda recipe: recipe.id)
 def test_a_run_meets_its_budget_and_ends_with_a_validation(recipe: Any) -> None:
-    updates, interval = run_length(recipe)
+    updates, interval = run_length(recipe, ONE_EPOCH)
     assert abs(updates * recipe.update_tokens - recipe.budget_tokens) < recipe.update_tokens
     assert updates % interval == 0
     assert 5 <= updates // interval <= 200
-    config = recipe_config(recipe, SETTINGS)
+    config = recipe_config(recipe, SETTINGS, ONE_EPOCH)
     assert config["trainer"]["max_steps"] == updates
     assert config["trainer"]["val_check_interval"] == interval
+
+
+@pytest.mark.parametrize("recipe", PROTOCOL_1.recipes, ids=lambda recipe: recipe.id)
+@pytest.mark.parametrize(
+    "tokens", [1_200, 200_000, 3_000_000, 133_001_198, *range(300_000_000, 450_000_001, 7_500_001)]
+)
+def test_a_run_meets_its_budget_where_the_last_updates_of_epochs_are_small(
+    recipe: Any, tokens: int
+) -> None:
+    updates, interval = run_length(recipe, tokens)
+    rows = recipe.workers * recipe.local_batch
+    trained = trained_targets(tokens, updates, context=recipe.context, rows=rows)
+    assert abs(trained - recipe.budget_tokens) < recipe.update_tokens
+    assert updates % interval == 0
+
+
+def test_a_cache_without_a_row_is_refused() -> None:
+    with pytest.raises(ValueError, match="513 tokens, too few for a row of sync-production, which"):
+        resolved_configs(PROTOCOL_1, SETTINGS, 513)
 
 
 def test_a_numerical_run_is_the_start_of_the_whole_one() -> None:

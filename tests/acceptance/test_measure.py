@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from tinyllm.acceptance.measure import trained_targets
+from tinyllm.acceptance.configure import trained_targets
 from tinyllm.data.loader import TokenLoader
 from tinyllm.data.stream import TokenStream
 from tinyllm.model import IGNORED
