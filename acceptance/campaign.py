@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ class Campaign:
 
     Raises:
         EvidenceError: If anything frozen has changed.
+        ValueError: If a pattern selects nothing of the campaign.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Campaign:
         self._identities = {NATIVE: "", str(candidate): "" if frozen is None else frozen.identity}
         self._bench = Bench(root, manifest, frozen, together=parallel > 1)
         self.protocol = manifest.protocol
+        self._require_known()
 
     @property
     def on_gpu(self) -> bool:
@@ -104,12 +107,7 @@ class Campaign:
         if kind not in kinds:
             who = "native alone" if self.candidate is None else "a candidate"
             raise ValueError(f"there is no {kind} of {who}; choose from {', '.join(kinds)}")
-        if kind in ("convergence", "controls"):
-            parts = {run.id: run.recipe for run in self.protocol.convergence_runs()}
-        elif kind == "pairs":
-            parts = {pair.id: pair.workload for pair in self._pairs(allocation)}
-        else:
-            parts = {workload.id: workload.id for workload in self.protocol.workloads}
+        parts = self._parts(kind, allocation)
         owners = [self.candidate or NATIVE]
         if kind == "windows" and self.candidate is not None:
             owners = [NATIVE, self.candidate]
@@ -120,6 +118,27 @@ class Campaign:
             if not self._select
             or any(fnmatchcase(n, pattern) for pattern in self._select for n in (part, whole))
         ]
+
+    def _parts(self, kind: str, allocation: str = "") -> dict[str, str]:
+        """Pieces of work of a kind, and the workload or recipe that each belongs to."""
+        if kind in ("convergence", "controls"):
+            return {run.id: run.recipe for run in self.protocol.convergence_runs()}
+        if kind == "pairs":
+            return {pair.id: pair.workload for pair in self._pairs(allocation)}
+        return {workload.id: workload.id for workload in self.protocol.workloads}
+
+    def _require_known(self) -> None:
+        """Refuses patterns that select nothing of any kind: a slip, after which nothing is done."""
+        parts = {**self._parts("pairs"), **self._parts("convergence")}
+        names = {*parts, *parts.values()}
+        for pattern in self._select:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                wholes = list(dict.fromkeys(parts.values()))
+                near = get_close_matches(pattern, wholes, cutoff=0.3) or wholes[:3]
+                raise ValueError(
+                    f"{pattern!r} selects none of the {len(wholes)} workloads and recipes, such as "
+                    f"{', '.join(near)}; a pattern with * may select several"
+                )
 
     def run(self, kind: str, allocation: str = "", names: Sequence[str] | None = None) -> Summary:
         """Does work of a kind here.

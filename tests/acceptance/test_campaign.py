@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -27,6 +28,7 @@ from tinyllm.acceptance.launcher import Launchers
 from tinyllm.acceptance.locks import claimed
 from tinyllm.acceptance.protocol import SIDES
 from tinyllm.acceptance.runs import RunError
+from tinyllm.acceptance.work import add_work, do_work, refusing
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TABLES = ("performance", "numerical", "convergence", "validation-curves")
@@ -169,7 +171,6 @@ def test_each_side_has_its_own_work(root: Path) -> None:
     [
         ("toy-sync", ["toy-sync-repeat1", "toy-sync-repeat2"]),
         ("*-repeat2", ["toy-sync-repeat2", "toy-packed4-repeat2"]),
-        ("90m-*", []),
     ],
 )
 def test_select_takes_patterns_of_whole_and_part(
@@ -177,6 +178,29 @@ def test_select_takes_patterns_of_whole_and_part(
 ) -> None:
     campaign = Campaign(root, candidate_of(root), select=[pattern])
     assert [name.rpartition(".")[2] for name in campaign.names("pairs")] == names
+
+
+def test_a_pattern_that_selects_nothing_is_refused(root: Path) -> None:
+    with pytest.raises(ValueError, match=r"'toy-snyc' selects none of the 3 .* such as toy-sync"):
+        Campaign(root, candidate_of(root), select=["toy-sync", "toy-snyc"])
+
+
+@pytest.mark.parametrize(
+    ("select", "error"),
+    [
+        ("20n-*", "refused: '20n-*' selects none of the 3 workloads and recipes"),
+        ("toy-sync-repeat1", "refused: numerical has nothing that is called toy-sync-repeat1"),
+    ],
+)
+def test_a_command_that_selects_nothing_fails(
+    root: Path, capsys: pytest.CaptureFixture[str], select: str, error: str
+) -> None:
+    parser = ArgumentParser()
+    add_work(parser)
+    options = parser.parse_args(["--select", select])
+    options.root, options.candidate = root, candidate_of(root)
+    assert refusing(lambda: do_work(options, "numerical")) == 2
+    assert error in capsys.readouterr().err
 
 
 def test_what_is_not_selected_is_incomplete(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
