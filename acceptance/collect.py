@@ -1,5 +1,6 @@
 """From a campaign's results to the tables that ``tinyllm accept`` reads, for each candidate."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tinyllm.acceptance.numerical import NUMERICAL_COLUMNS
 from tinyllm.acceptance.performance import COSTS, performance_columns
 from tinyllm.acceptance.retained import require_retained
 from tinyllm.acceptance.runs import read_result
+from tinyllm.acceptance.seals import inputs_of_complete_report
 
 _CURVE_COLUMNS = ["recipe", "seed", "side", "update", "train_tokens", "loss", "protocol"]
 
@@ -35,14 +37,22 @@ def collect(root: Path, candidate: str, folder: Path | None = None) -> dict[str,
         folder: Where they go; None takes ``qualifications/ID`` in the root.
 
     Raises:
-        EvidenceError: If anything frozen has changed, or as :func:`tables_from_results`.
+        EvidenceError: If anything frozen has changed, if there is a complete report of other
+            tables, or as :func:`tables_from_results`.
     """
     manifest = verify_all(root)
     tables = tables_from_results(root, manifest, candidate)
     place = root / QUALIFICATIONS / candidate if folder is None else folder
+    contents = {f"{name}.csv": table.to_csv(index=False) for name, table in tables.items()}
+    hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in contents.items()}
+    if inputs_of_complete_report(place) not in (None, hashes):
+        raise EvidenceError(
+            f"{place} holds a complete report, and there are more results by now; its tables stay. "
+            "To judge all results, move the folder away and collect again"
+        )
     replace_file(place / "protocol.json", manifest.protocol.to_json())
-    for name, table in tables.items():
-        replace_file(place / f"{name}.csv", table.to_csv(index=False))
+    for name, text in contents.items():
+        replace_file(place / name, text)
     return {name: len(table) for name, table in tables.items()}
 
 

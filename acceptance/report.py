@@ -16,11 +16,8 @@ is renewed from the same tables only, never from others or by a partial one.
 """
 
 import argparse
-import hashlib
 import io
-import json
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +48,7 @@ from tinyllm.acceptance.json_text import parse_json
 from tinyllm.acceptance.page import qualification_page
 from tinyllm.acceptance.protocol import Protocol
 from tinyllm.acceptance.retained import verify_retained
+from tinyllm.acceptance.seals import inputs_of_complete_report, is_sealed, sealed, sealed_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,7 +60,6 @@ OUTPUTS = ("qualification.json", "provenance.json", "qualification.svg", "qualif
 """What a report consists of."""
 
 _UNFINISHED = (Verdict.INCOMPLETE, Verdict.FAILED)
-_SEAL = re.compile(rb"<!-- seal ([0-9a-f]{64}) -->\n\Z")
 
 
 class ReportError(RuntimeError):
@@ -130,10 +127,10 @@ def write_report(
     )
     page = qualification_page(found, missing, origin, partial=unfinished)
     contents = {
-        "provenance.json": _sealed_json(origin),
-        "qualification.svg": _sealed(svg(figure)),
-        "qualification.md": _sealed(page),
-        "qualification.json": _sealed_json(judged),
+        "provenance.json": sealed_json(origin),
+        "qualification.svg": sealed(svg(figure)),
+        "qualification.md": sealed(page),
+        "qualification.json": sealed_json(judged),
     }
     for name, content in contents.items():
         replace_file(root / name, content)
@@ -265,39 +262,12 @@ def _require_replaceable(root: Path, inputs: Mapping[str, str], partial: bool) -
             raise ReportError(
                 f"{path} is not as a report wrote it; nothing is overwritten: move it away"
             )
-    earlier = root / "qualification.json"
-    if earlier.exists():
-        content = json.loads(earlier.read_text(encoding="utf-8"))
-        if not content["partial"] and (partial or content["inputs"] != inputs):
-            raise ReportError(
-                f"{root} holds the complete report of other tables, which stays; move its files "
-                f"away ({', '.join(OUTPUTS)}) or use another folder"
-            )
-
-
-def is_sealed(path: Path) -> bool:
-    """Whether a file is exactly as a report wrote it."""
-    data = path.read_bytes()
-    if path.suffix == ".json":
-        try:
-            content = json.loads(data)
-            seal = content.pop("seal")
-            return bool(seal == identity_of(content))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            return False
-    match = _SEAL.search(data)
-    body = data[: match.start()] if match else b""
-    return match is not None and hashlib.sha256(body).hexdigest() == match[1].decode()
-
-
-def _sealed_json(content: dict[str, Any]) -> bytes:
-    sealed = content | {"seal": identity_of(content)}
-    return (json.dumps(sealed, indent=1, allow_nan=False) + "\n").encode()
-
-
-def _sealed(text: str) -> bytes:
-    body = text.encode()
-    return body + f"<!-- seal {hashlib.sha256(body).hexdigest()} -->\n".encode()
+    complete = inputs_of_complete_report(root)
+    if complete is not None and (partial or complete != inputs):
+        raise ReportError(
+            f"{root} holds the complete report of other tables, which stays; move its files "
+            f"away ({', '.join(OUTPUTS)}) or use another folder"
+        )
 
 
 def main(args: Sequence[str] | None = None, prog: str = "gh200_report.py") -> int:

@@ -64,3 +64,21 @@ def test_results_of_another_manifest_are_refused(root: Path) -> None:
     path.write_text(path.read_text().replace(verify_manifest(root).identity, "0" * 64))
     with pytest.raises(EvidenceError, match="under another manifest or candidate"):
         collect(root, name)
+
+
+def test_tables_of_a_complete_report_stay(root: Path, tmp_path: Path) -> None:
+    name = do_all(root)
+    (control, *_) = sorted((root / "results").glob("native.controls.*"))
+    control.rename(tmp_path / "control")
+    collect(root, name)
+    assert report([str(root)]) == 0
+    folder = root / "qualifications" / name
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    collect(root, name)  # the same tables
+    (tmp_path / "control").rename(control)
+    with pytest.raises(EvidenceError, match="holds a complete report, and there are more results"):
+        collect(root, name)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    folder.rename(tmp_path / "earlier")
+    collect(root, name)
+    assert report([str(root)]) == 0

@@ -28,7 +28,8 @@ from tinyllm.acceptance.evidence import (
     freeze_manifest,
     write_receipt,
 )
-from tinyllm.acceptance.report import OUTPUTS, ReportError, is_sealed, main, write_report
+from tinyllm.acceptance.report import OUTPUTS, ReportError, main, write_report
+from tinyllm.acceptance.seals import is_sealed
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gh200_report.py"
 MEDIANS = {
