@@ -1,6 +1,8 @@
-"""Claims on pieces of work: a file per piece, locked by the process that works on it."""
+"""Claims on pieces of work, and on a device: files, locked by the processes that work on them."""
 
 import fcntl
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,3 +28,20 @@ def claimed(folder: Path, name: str) -> Iterator[bool]:
             yield False
             return
         yield True
+
+
+def device_lock() -> Path:
+    """What a user's launchers of one device share, whatever campaigns they work on.
+
+    The device is the first that ``CUDA_VISIBLE_DEVICES`` names, as it names it.
+    """
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip().replace("/", "-")
+    return Path(tempfile.gettempdir()) / f"tinyllm-timing-{os.getuid()}-{device or '0'}.lock"
+
+
+@contextmanager
+def held(path: Path, *, alone: bool) -> Iterator[None]:
+    """Waits for a lock, and holds it alone or together with others that do not want it alone."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield

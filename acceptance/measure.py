@@ -30,6 +30,7 @@ from tinyllm.acceptance.evidence import Candidate, EvidenceError, Manifest
 from tinyllm.acceptance.fit import Fit
 from tinyllm.acceptance.freezing import cache_manifest
 from tinyllm.acceptance.launcher import Launchers
+from tinyllm.acceptance.locks import device_lock
 from tinyllm.acceptance.performance import COSTS, SETUP_COSTS
 from tinyllm.acceptance.protocol import SIDES, ConvergenceRun, Pair, Protocol, Workload
 from tinyllm.acceptance.retained import retain
@@ -70,7 +71,7 @@ class Bench:
     manifest: Manifest
     candidate: Candidate | None
     together: bool = False
-    turns: Turns = field(default_factory=Turns)
+    turns: Turns = field(default_factory=lambda: Turns(device_lock()))
     launchers: Launchers = field(default_factory=Launchers)
 
     @property
@@ -115,8 +116,9 @@ class Bench:
     def time(self, sides: Sequence[str], config: Mapping[str, Any], folder: Path) -> None:
         """Trains sides one after the other; if set up together, only their windows are."""
         if not self.together:
-            for side in sides:
-                self.train(side, config, folder / side)
+            with self.turns.timed():
+                for side in sides:
+                    self.train(side, config, folder / side)
             return
         with ExitStack() as ending:
             try:

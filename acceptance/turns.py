@@ -1,18 +1,25 @@
-"""Timed runs of one machine: set up and ended beside each other, timed one by one."""
+"""Timed runs of one device: set up and ended beside each other, timed one by one."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from tinyllm.acceptance.locks import held
 
 
 class Turns:
     """While one is timed, nothing else happens.
 
     Those that are set up are timed before others may be set up or end, so many threads that each
-    set up, time and end a run take turns in rounds.
+    set up, time and end a run take turns in rounds. Other processes with the same lock wait, too.
+
+    Args:
+        lock: A file that all share whose runs would disturb each other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lock: Path) -> None:
+        self._lock = lock
         self._changed = threading.Condition()
         self._untimed = 0
         self._waiting = 0
@@ -25,7 +32,8 @@ class Turns:
             self._changed.wait_for(lambda: not self._waiting and not self._timing)
             self._untimed += 1
         try:
-            yield
+            with held(self._lock, alone=False):
+                yield
         finally:
             with self._changed:
                 self._untimed -= 1
@@ -40,7 +48,8 @@ class Turns:
             self._waiting -= 1
             self._timing = True
         try:
-            yield
+            with held(self._lock, alone=True):
+                yield
         finally:
             with self._changed:
                 self._timing = False

@@ -3,12 +3,16 @@
 import threading
 import time
 from itertools import pairwise
+from pathlib import Path
 
+import pytest
+
+from tinyllm.acceptance.locks import device_lock
 from tinyllm.acceptance.turns import Turns
 
 
-def test_runs_are_timed_one_by_one_and_end_when_all_of_a_round_are_timed() -> None:
-    turns, together, events = Turns(), threading.Barrier(3), []
+def test_runs_are_timed_one_by_one_and_end_when_all_of_a_round_are_timed(tmp_path: Path) -> None:
+    turns, together, events = Turns(tmp_path / "lock"), threading.Barrier(3), []
 
     def work(name: str) -> None:
         with turns.untimed():
@@ -31,8 +35,8 @@ def test_runs_are_timed_one_by_one_and_end_when_all_of_a_round_are_timed() -> No
     assert sorted(gone) == [("gone", name) for name in "abc"]
 
 
-def test_nobody_is_set_up_while_one_is_timed_or_waits_for_that() -> None:
-    turns, events = Turns(), []
+def test_nobody_is_set_up_while_one_is_timed_or_waits_for_that(tmp_path: Path) -> None:
+    turns, events = Turns(tmp_path / "lock"), []
     timed, go = threading.Event(), threading.Event()
 
     def time_one() -> None:
@@ -59,8 +63,41 @@ def test_nobody_is_set_up_while_one_is_timed_or_waits_for_that() -> None:
     assert events == ["timed", "timed", "set up"]
 
 
-def test_an_error_ends_a_turn() -> None:
-    turns = Turns()
+@pytest.mark.parametrize("first", ["timed", "untimed"])
+def test_launchers_of_one_device_do_not_time_beside_each_other(tmp_path: Path, first: str) -> None:
+    ours, others = (Turns(tmp_path / "lock") for _ in range(2))
+    second = "untimed" if first == "timed" else "timed"
+    entered = threading.Event()
+
+    def other() -> None:
+        with getattr(others, second)():
+            entered.set()
+
+    thread = threading.Thread(target=other)
+    with getattr(ours, first)():
+        thread.start()
+        assert not entered.wait(0.2)
+    assert entered.wait(10)
+    thread.join(10)
+
+
+def test_launchers_set_up_beside_each_other(tmp_path: Path) -> None:
+    ours, others = (Turns(tmp_path / "lock") for _ in range(2))
+    with ours.untimed(), others.untimed():
+        pass
+
+
+def test_each_device_has_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    first = device_lock()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert device_lock() == first
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert device_lock() != first
+
+
+def test_an_error_ends_a_turn(tmp_path: Path) -> None:
+    turns = Turns(tmp_path / "lock")
     for turn in (turns.untimed, turns.timed):
         try:
             with turn():
