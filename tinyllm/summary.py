@@ -57,8 +57,12 @@ def _has_best(callback: ModelCheckpoint) -> bool:
 
 def _lines(trainer: Trainer, module: TinyLLM, data: TokenDataModule) -> list[str]:
     model, cache = module.config, data.cache
-    tokens = len(cache.split("train"))
     per_batch = data.batch_size * data.context
+    tokens = held = len(cache.split("train"))
+    if trainer.overfit_batches:  # type: ignore[attr-defined]
+        trainer.fit_loop.setup_data()
+        tokens = min(held, int(trainer.num_training_batches) * per_batch)
+    of = f" of {held:,}" if tokens < held else ""
     facts = {
         "device": f"{_devices(trainer)}, precision {trainer.precision}",
         "model": f"{model.num_parameters:,} parameters: {_count(model.layers, 'layer')}, width "
@@ -66,7 +70,7 @@ def _lines(trainer: Trainer, module: TinyLLM, data: TokenDataModule) -> list[str
         "workers": getattr(
             trainer.strategy, "description", f"1, {type(trainer.strategy).__name__}"
         ),
-        "data": f"{cache.path}: {tokens:,} tokens to train on, "
+        "data": f"{cache.path}: {tokens:,}{of} tokens to train on, "
         f"{len(cache.split('validation')):,} to validate on",
     }
     batches = _batches(trainer)

@@ -48,3 +48,12 @@ def test_a_run_that_was_complete_says_so(fit: Run) -> None:
         assert said.startswith("4 updates before this run, which has nothing to do")
     done = fit("run", "--ckpt_path", "last", "--trainer.max_steps", 5)
     assert "nothing to do" not in done.err
+
+
+def test_repeated_batches_are_the_data(fit: Run) -> None:
+    done = fit("run", "--trainer.max_steps", 6, "--trainer.overfit_batches", 2)
+    data, plan = line(done, "data"), line(done, "plan")
+    assert data is not None
+    assert plan is not None
+    assert re.search(r": 256 of [\d,]+ tokens to train on, ", data)
+    assert plan.endswith(", 3 epochs")
