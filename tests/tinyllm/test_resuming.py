@@ -52,6 +52,28 @@ def test_sigterm_saves_what_resumes_exactly(
     assert_same_run("run", finished_in_epochs if epochs else finished)
 
 
+def test_sigterm_before_an_epoch_with_validations_leaves_their_steps(fit: Run) -> None:
+    seldom = ["--trainer.val_check_interval", 2, "--trainer.check_val_every_n_epoch", 2]
+    stop = ["--trainer.callbacks", "stopping.SignalAfter", "--trainer.callbacks.updates", 4]
+    fit("whole", *EPOCHS, *seldom)
+    fit("run", *EPOCHS, *seldom, *stop, code=143)
+    fit("run", *EPOCHS, *seldom, "--ckpt_path", "last")
+    assert_same_run("run", Path("whole"))
+
+
+def test_each_of_two_checkpoints_has_the_newest_state(fit: Run, finished: Path) -> None:
+    other = "{class_path: tinyllm.run_checkpoint.RunCheckpoint, init_args: "
+    other += "{dirpath: run/often, save_top_k: 0, save_last: true, save_on_exception: true, "
+    other += "every_n_train_steps: 3}}"
+    stop = "{class_path: stopping.SignalAfter, init_args: {updates: 7}}"
+    fit("run", "--trainer.callbacks", f"[{other}, {stop}]", code=143)
+    for path in ("run/checkpoints/last.ckpt", "run/often/last.ckpt"):
+        assert load(Path(path))["global_step"] == 7
+    fit("run", "--trainer.callbacks", f"[{other}]", "--ckpt_path", "run/often/last.ckpt")
+    assert_same_run("run", finished)
+    assert load(Path("run/often/last.ckpt"))["global_step"] == 12
+
+
 @pytest.mark.parametrize(("interval", "epochs"), [([], []), (EVERY_4, []), ([], EPOCHS)])
 def test_sigterm_while_validating_resumes_exactly(
     fit: Run, finished: Path, finished_in_epochs: Path, interval: list[str], epochs: list[str]
