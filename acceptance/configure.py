@@ -125,7 +125,7 @@ def run_length(recipe: Recipe, tokens: int) -> tuple[int, int]:
     """Updates of a full run and of the interval of its validations, which divides them.
 
     The run crosses its budget with the last update, or stops before it if that number divides
-    better.
+    better and is less than an update short, which is what the convergence gate lets through.
 
     Args:
         recipe: What is trained.
@@ -135,9 +135,12 @@ def run_length(recipe: Recipe, tokens: int) -> tuple[int, int]:
         ValueError: If the split has no row.
     """
     crossing = _updates_for(recipe, tokens)
+    rows = recipe.workers * recipe.local_batch
+    before = trained_targets(tokens, crossing - 1, context=recipe.context, rows=rows)
+    short = recipe.budget_tokens - before  # a whole update where the budget is a number of those
     choices = [
         (count < _VALIDATIONS // 2, abs(math.log(count / _VALIDATIONS)), -updates, updates // count)
-        for updates in {max(1, crossing - 1), crossing}
+        for updates in range(crossing - (short < recipe.update_tokens), crossing + 1)
         for count in range(1, min(updates, 50 * _VALIDATIONS) + 1)
         if updates % count == 0
     ]

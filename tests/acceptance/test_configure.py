@@ -123,6 +123,19 @@ def test_a_run_meets_its_budget_where_the_last_updates_of_epochs_are_small(
     assert updates % interval == 0
 
 
+@pytest.mark.parametrize("tokens", [ONE_EPOCH, 3_000_000])
+@pytest.mark.parametrize("updates", [1, 11, 13, 101])
+def test_a_budget_of_whole_updates_is_met_though_one_less_divides_better(
+    updates: int, tokens: int
+) -> None:
+    recipe = PROTOCOL_1.recipes[0]
+    recipe = replace(recipe, budget_tokens=updates * recipe.update_tokens)
+    planned, _ = run_length(recipe, tokens)
+    rows = recipe.workers * recipe.local_batch
+    trained = trained_targets(tokens, planned, context=recipe.context, rows=rows)
+    assert abs(trained - recipe.budget_tokens) < recipe.update_tokens
+
+
 def test_a_cache_without_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match="513 tokens, too few for a row of sync-production, which"):
         resolved_configs(PROTOCOL_1, SETTINGS, 513)
