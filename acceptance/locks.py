@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tinyllm.acceptance.environment import environment
+
 
 @contextmanager
 def claimed(folder: Path, name: str) -> Iterator[bool]:
@@ -33,10 +35,17 @@ def claimed(folder: Path, name: str) -> Iterator[bool]:
 def device_lock() -> Path:
     """What a user's launchers of one device share, whatever campaigns they work on.
 
-    The device is the first that ``CUDA_VISIBLE_DEVICES`` names, as it names it.
+    The device is the first that ``CUDA_VISIBLE_DEVICES`` names. The lock has its UUID, since jobs
+    that see one device each call all of them 0, or its name where there is no UUID.
     """
-    device = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip().replace("/", "-")
-    return Path(tempfile.gettempdir()) / f"tinyllm-timing-{os.getuid()}-{device or '0'}.lock"
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+    uuids = [gpu.get("uuid", "") for gpu in environment()["gpus"]]
+    if device.isdecimal():
+        device = dict(enumerate(uuids)).get(int(device)) or device
+    else:  # of a UUID its start will do
+        device = next((uuid for uuid in uuids if uuid.startswith(device)), device)
+    name = f"tinyllm-timing-{os.getuid()}-{device.replace('/', '-')}.lock"
+    return Path(tempfile.gettempdir()) / name
 
 
 @contextmanager

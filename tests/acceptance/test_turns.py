@@ -2,12 +2,13 @@
 
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tinyllm.acceptance.locks import device_lock
+from tinyllm.acceptance import locks
 from tinyllm.acceptance.turns import Turns
 
 
@@ -87,13 +88,55 @@ def test_launchers_set_up_beside_each_other(tmp_path: Path) -> None:
         pass
 
 
-def test_each_device_has_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    first = device_lock()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert device_lock() == first
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert device_lock() != first
+def test_launchers_with_several_runs_each_all_get_their_turns(tmp_path: Path) -> None:
+    launchers = [Turns(tmp_path / "lock") for _ in range(2)]
+    alone, timed = threading.Lock(), []
+
+    def work(turns: Turns) -> None:
+        with turns.untimed():
+            time.sleep(0.01)
+        with turns.timed():
+            assert alone.acquire(blocking=False)
+            time.sleep(0.005)
+            alone.release()
+            timed.append(turns)
+        with turns.untimed():
+            pass
+
+    threads = [threading.Thread(target=work, args=[launchers[k % 2]]) for k in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(timed) == 12
+
+
+@pytest.fixture
+def lock_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """The lock with some GPUs in the machine and a value of CUDA_VISIBLE_DEVICES."""
+
+    def lock_with(visible: str, *uuids: str) -> Path:
+        gpus = [{"uuid": uuid} for uuid in uuids]
+        monkeypatch.setattr(locks, "environment", lambda: {"gpus": gpus})
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        return locks.device_lock()
+
+    return lock_with
+
+
+@pytest.mark.parametrize("uuids", [(), ("GPU-ab", "GPU-cd")])
+def test_each_device_has_a_lock(lock_of: Callable[..., Path], uuids: tuple[str, ...]) -> None:
+    first = lock_of("", *uuids)
+    assert lock_of("0,1", *uuids) == first
+    assert lock_of("1", *uuids) != first
+    assert lock_of("MIG-ab/1", *uuids).parent == first.parent
+
+
+def test_a_device_has_one_lock_whatever_it_is_called(lock_of: Callable[..., Path]) -> None:
+    second = lock_of("1", "GPU-ab", "GPU-cd")
+    assert lock_of("GPU-c", "GPU-ab", "GPU-cd") == second
+    assert lock_of("0", "GPU-cd") == second  # a job that sees no other
+    assert lock_of("0", "GPU-ab") != second
 
 
 def test_an_error_ends_a_turn(tmp_path: Path) -> None:
