@@ -213,6 +213,9 @@ class ArenaStrategy(ProcessStrategy):
         self._own_tenant.release_gradients()
         self._own_tenant.check_memory()
         loop = self._trainer.fit_loop.epoch_loop
+        # the step of what modules log, validations included, for which Lightning may count one
+        # update more where a run was resumed
+        loop._batches_that_stepped = self._trainer.global_step
         if loop.batch_idx % self._trainer.accumulate_grad_batches == 0:
             self.engine.pending = False  # of an update that somebody has left out
         loss = self.engine.accumulate(*args, **kwargs)

@@ -141,9 +141,9 @@ def test_stopped_by_sigterm_inside_an_update(cache: Path, tmp_path: Path) -> Non
     assert_as_uninterrupted(cache, tmp_path / "stopped", tmp_path / "whole", **options)
 
 
-@pytest.mark.parametrize("stop", [STOP, EPOCH, EPOCH + 1])
+@pytest.mark.parametrize("stop", [5, STOP, EPOCH, EPOCH + 1])
 def test_stopped_by_max_steps(cache: Path, tmp_path: Path, stop: int) -> None:
-    """PITFALL 4: also where it falls on an epoch's end."""
+    """PITFALL 4: also where it falls on an epoch's end, or on a validation."""
     train(cache, tmp_path / "stopped", updates=stop)
     assert_as_uninterrupted(cache, tmp_path / "stopped", tmp_path / "whole")
 

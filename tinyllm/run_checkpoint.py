@@ -47,14 +47,6 @@ class RunCheckpoint(ModelCheckpoint):
         self._saved_before = self._saved_by_others(trainer)
 
     @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_epoch_start(trainer, pl_module)
-        loop = trainer.fit_loop.epoch_loop
-        if loop.restarting and loop.batch_progress.current.ready == 0:
-            # a whole epoch: Lightning would look for a validation before it, and count an update
-            loop.restarting = False
-
-    @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         loop = trainer.fit_loop.epoch_loop
         data_fetcher = trainer.fit_loop._data_fetcher

@@ -25,6 +25,8 @@ def finished_in_epochs(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> 
 
 
 EPOCHS = ["--trainer.limit_train_batches", "4"]
+# the same validations, counted by epochs
+BY_EPOCH = [*EPOCHS, "--trainer.val_check_interval=1.0", "--trainer.check_val_every_n_epoch=1"]
 EVERY_4 = ["--checkpoint.every_n_train_steps", "4"]
 
 
@@ -87,7 +89,10 @@ def test_sigterm_while_validating_resumes_exactly(
 
 @pytest.mark.parametrize(
     ("updates", "name", "epochs"),
-    [(4, "last", []), (8, "best", []), (4, "best", EPOCHS), (8, "last", EPOCHS)],
+    [
+        *((4, "last", []), (8, "best", []), (4, "best", EPOCHS), (8, "last", EPOCHS)),
+        *((4, "last", BY_EPOCH), (8, "best", BY_EPOCH)),
+    ],
 )
 def test_a_run_killed_later_resumes_exactly(
     fit: Run, finished: Path, finished_in_epochs: Path, updates: int, name: str, epochs: list[str]
