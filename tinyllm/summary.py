@@ -59,8 +59,8 @@ def _lines(trainer: Trainer, module: TinyLLM, data: TokenDataModule) -> list[str
     model, cache = module.config, data.cache
     per_batch = data.batch_size * data.context
     tokens = held = len(cache.split("train"))
+    trainer.fit_loop.setup_data()
     if trainer.overfit_batches:  # type: ignore[attr-defined]
-        trainer.fit_loop.setup_data()
         tokens = min(held, int(trainer.num_training_batches) * per_batch)
     of = f" of {held:,}" if tokens < held else ""
     facts = {
@@ -80,21 +80,39 @@ def _lines(trainer: Trainer, module: TinyLLM, data: TokenDataModule) -> list[str
             "as GradientAccumulationScheduler says"
         )
     else:
+        batches = int(min(batches, trainer.num_training_batches))  # an epoch's end cuts an update
         rows = _rows(trainer, data) if batches == 1 else f"{batches} x {_rows(trainer, data)}"
         facts["batch"] = f"{rows} of {data.context} tokens = {batches * per_batch:,} tokens"
-        facts["plan"] = _plan(_planned(trainer), batches * per_batch, model.num_parameters, tokens)
+        facts["plan"] = _plan(trainer, data, batches, model.num_parameters, tokens)
     facts["files"] = str(trainer.default_root_dir)
     return [f"{name + ':':<9}{text}" for name, text in facts.items()]
 
 
-def _plan(updates: float, per_update: int, parameters: int, tokens: int) -> str:
+def _plan(
+    trainer: Trainer, data: TokenDataModule, batches: int, parameters: int, tokens: int
+) -> str:
+    updates = _planned(trainer)
     if isinf(updates):
         return "updates until the run is stopped"
-    seen = int(updates) * per_update
+    seen = _trained_on(int(updates), batches, trainer.num_training_batches, data)
     return (
-        f"{_count(int(updates), 'update')} = {seen:,} tokens, {seen / parameters:.2g} per "
-        f"parameter, {seen / tokens:.2g} epochs"
+        f"{_count(int(updates), 'update')} = {seen:,} tokens, {_short(seen / parameters)} per "
+        f"parameter, {_short(seen / tokens)} epochs"
     )
+
+
+def _trained_on(updates: int, batches: int, in_epoch: float, data: TokenDataModule) -> int:
+    """The tokens of some updates, of which each epoch's last one has those that are left."""
+    if isinf(in_epoch):
+        return 0  # none are trained on
+    whole_rows = (len(data.cache.split("train")) - 1) // data.context
+    epoch_rows = min(whole_rows, int(in_epoch) * data.batch_size)
+    epochs, more = divmod(updates, -(-int(in_epoch) // batches))
+    return data.context * (epochs * epoch_rows + min(more * batches * data.batch_size, epoch_rows))
+
+
+def _short(number: float) -> str:
+    return f"{number:.2g}" if number < 100 else f"{number:,.0f}"
 
 
 def _devices(trainer: Trainer) -> str:

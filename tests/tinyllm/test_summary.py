@@ -2,9 +2,12 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tinyllm.data.cache import TokenCache
 
 Run = Callable[..., Any]
 SCHEDULER = "lightning.pytorch.callbacks.GradientAccumulationScheduler"
@@ -57,3 +60,31 @@ def test_repeated_batches_are_the_data(fit: Run) -> None:
     assert plan is not None
     assert re.search(r": 256 of [\d,]+ tokens to train on, ", data)
     assert plan.endswith(", 3 epochs")
+
+
+def test_an_epoch_ends_an_update(fit: Run) -> None:
+    """Three batches, two in an update: the second one of each epoch has one."""
+    options = ["--trainer.overfit_batches", 3, "--trainer.accumulate_grad_batches", 2]
+    plan = line(fit("run", "--trainer.max_steps", 4, *options), "plan")
+    assert plan is not None
+    assert plan.startswith("4 updates = 768 tokens, ")
+    assert plan.endswith(", 2 epochs")
+
+
+def test_an_epoch_of_fewer_batches_than_accumulated(fit: Run) -> None:
+    options = ["--trainer.overfit_batches", 2, "--trainer.accumulate_grad_batches", 4]
+    done = fit("run", "--trainer.max_steps", 200, "--trainer.limit_val_batches", 0, *options)
+    plan = line(done, "plan")
+    assert line(done, "batch") == "2 x 8 rows of 16 tokens = 256 tokens"
+    assert plan is not None
+    assert plan.startswith("200 updates = 51,200 tokens, ")
+    assert plan.endswith(", 200 epochs")
+
+
+def test_a_plan_counts_the_smaller_last_updates(fit: Run, text_cache: Path) -> None:
+    tokens = len(TokenCache.open(text_cache).split("train"))
+    targets = (tokens - 1) // 16 * 16  # of whole rows, each once in an epoch
+    plan = line(fit("run", "--trainer.max_steps", -1, "--trainer.max_epochs", 2), "plan")
+    assert targets % (8 * 16)
+    assert plan is not None
+    assert f" = {2 * targets:,} tokens, " in plan
