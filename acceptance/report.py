@@ -162,7 +162,8 @@ def provenance(evidence: Path, protocol: Protocol, candidate: str | None = None)
     """Hashes of what a qualification rests on, and the environments that its receipts hold.
 
     Raises:
-        EvidenceError: If anything frozen has changed, is absent, or is for another protocol.
+        EvidenceError: If anything frozen has changed, is absent, or is for another protocol, or a
+            receipt is of another manifest.
         ReportError: If several candidates are frozen and none is named.
     """
     manifest: dict[str, Any] | None = None
@@ -189,7 +190,7 @@ def provenance(evidence: Path, protocol: Protocol, candidate: str | None = None)
         if candidate is not None or ids:
             found = verify_candidate(evidence, candidate or ids[0])
             measured = {"id": found.id, "identity": found.identity, "details": found.details}
-    receipts, environments = _receipts(evidence)
+    receipts, environments = _receipts(evidence, manifest["identity"] if manifest else None)
     return {
         "protocol": {"version": protocol.version, "hash": protocol.hash},
         "manifest": manifest,
@@ -202,16 +203,19 @@ def provenance(evidence: Path, protocol: Protocol, candidate: str | None = None)
     }
 
 
-def _receipts(evidence: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
+def _receipts(evidence: Path, manifest: str | None) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Hash of each receipt, and each distinct environment with the receipts that hold it."""
     hashes: dict[str, str] = {}
     environments: dict[str, dict[str, Any]] = {}
     for path in sorted(evidence.glob("receipts/*.json")):
         hashes[path.stem] = hash_file(path)
         try:
-            noted = parse_json(path.read_text(encoding="utf-8")).get("environment")
+            receipt = parse_json(path.read_text(encoding="utf-8"))
+            made_under, noted = receipt.get("manifest"), receipt.get("environment")
         except (AttributeError, ValueError) as error:
             raise EvidenceError(f"{path} is no receipt: {error}") from error
+        if made_under != manifest:
+            raise EvidenceError(f"{path} is a receipt of another manifest; move it away")
         if noted:
             entry = {"environment": noted, "receipts": []}
             environments.setdefault(identity_of(noted), entry)["receipts"].append(path.stem)

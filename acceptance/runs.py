@@ -3,7 +3,7 @@
 ::
 
     work/NAME/          an attempt under way
-    results/NAME/       a finished one, with result.json; never changed again
+    results/NAME/       a finished one, with result.json and its seal; never changed again
     failed/NAME-K/      attempts that failed or were interrupted
     locks/NAME.lock     locked by who is at it
 """
@@ -19,6 +19,7 @@ from tinyllm.acceptance.evidence import EvidenceError, keep_failed
 from tinyllm.acceptance.files import replace_file, sync
 from tinyllm.acceptance.json_text import parse_json
 from tinyllm.acceptance.locks import claimed
+from tinyllm.acceptance.seals import holds_seal, sealed_json
 
 LOCKS = "locks"
 INTERRUPTED = "interrupted"
@@ -145,7 +146,7 @@ def read_result(root: Path, name: str) -> dict[str, Any] | None:
     """What a job gave; None if it is not finished.
 
     Raises:
-        EvidenceError: If the file is damaged.
+        EvidenceError: If the file is not as it was written.
     """
     path = root / "results" / name / "result.json"
     try:
@@ -154,9 +155,11 @@ def read_result(root: Path, name: str) -> dict[str, Any] | None:
         return None
     except (OSError, RecursionError, ValueError) as error:
         raise EvidenceError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise EvidenceError(f"{path} is damaged")
-    return content
+    if not holds_seal(content):
+        raise EvidenceError(
+            f"{path} was changed since it was written; move its folder away to do the work again"
+        )
+    return {name: value for name, value in content.items() if name != "seal"}
 
 
 def failures(root: Path, name: str, kind: str) -> int:
@@ -174,7 +177,7 @@ def _attempt(root: Path, job: Job) -> str | None:
     place.mkdir(parents=True, exist_ok=True)
     try:
         result = job.work(place)
-        _write(place / "result.json", result)
+        replace_file(place / "result.json", sealed_json(dict(result)))
     except (RunError, OSError, ValueError) as error:
         kind = getattr(error, "kind", "failed")
         if kind == INTERRUPTED and job.resumes:
@@ -189,8 +192,5 @@ def _attempt(root: Path, job: Job) -> str | None:
 
 
 def _note(place: Path, kind: str, message: str) -> None:
-    _write(place / "failure.json", {"kind": kind, "message": message})
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    replace_file(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    text = json.dumps({"kind": kind, "message": message}, indent=1) + "\n"
+    replace_file(place / "failure.json", text)

@@ -1,6 +1,7 @@
-"""Seals of a report's files: each holds, or ends with, a hash of its own content.
+"""Seals of results and of a report's files: each holds, or ends with, a hash of its own content.
 
-What has a valid seal is as a report wrote it, so it can be made again and may be replaced.
+A result without a valid seal does not count. What has one in a report is as a report wrote it, so
+it can be made again and may be replaced.
 """
 
 import hashlib
@@ -20,6 +21,17 @@ def sealed_json(content: dict[str, Any]) -> bytes:
     return (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode()
 
 
+def holds_seal(content: Any) -> bool:
+    """Whether JSON content has the seal of all the rest of it."""
+    if not isinstance(content, dict):
+        return False
+    rest = {name: value for name, value in content.items() if name != "seal"}
+    try:
+        return bool(content.get("seal") == identity_of(rest))
+    except ValueError:  # a number is not finite
+        return False
+
+
 def sealed(text: str) -> bytes:
     """A page or a figure with its seal."""
     body = text.encode()
@@ -31,10 +43,8 @@ def is_sealed(path: Path) -> bool:
     data = path.read_bytes()
     if path.suffix == ".json":
         try:
-            content = json.loads(data)
-            seal = content.pop("seal")
-            return bool(seal == identity_of(content))
-        except (AttributeError, KeyError, TypeError, ValueError):
+            return holds_seal(json.loads(data))
+        except (RecursionError, ValueError):
             return False
     match = _SEAL.search(data)
     body = data[: match.start()] if match else b""

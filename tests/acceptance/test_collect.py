@@ -9,9 +9,11 @@ import pytest
 from fake_checkout import candidate_of, do_all
 
 from tinyllm.acceptance.accept import main as accept
+from tinyllm.acceptance.campaign import Campaign
 from tinyllm.acceptance.collect import collect
-from tinyllm.acceptance.evidence import EvidenceError, verify_manifest
+from tinyllm.acceptance.evidence import EvidenceError
 from tinyllm.acceptance.report import main as report
+from tinyllm.acceptance.seals import sealed_json
 
 
 def test_candidates_have_tables_of_their_own(
@@ -61,9 +63,29 @@ def test_tables_that_are_not_the_candidates_results_do_not_count(
 def test_results_of_another_manifest_are_refused(root: Path) -> None:
     name = do_all(root)
     (path, *_) = sorted((root / "results").glob("native.convergence.*/result.json"))
-    path.write_text(path.read_text().replace(verify_manifest(root).identity, "0" * 64))
+    result = json.loads(path.read_text()) | {"manifest": "0" * 64}
+    del result["seal"]
+    path.write_bytes(sealed_json(result))
     with pytest.raises(EvidenceError, match="under another manifest or candidate"):
         collect(root, name)
+
+
+def test_a_result_that_was_changed_does_not_count(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = do_all(root)
+    (path, *_) = sorted((root / "results").glob("native.convergence.*/result.json"))
+    result = json.loads(path.read_text())
+    result["rows"][0]["final_loss"] += 0.001
+    path.write_text(json.dumps(result))
+    with pytest.raises(EvidenceError, match="was changed since it was written; move its folder"):
+        collect(root, name)
+    assert accept([str(root)]) == 2
+    assert "was changed since it was written" in capsys.readouterr().err
+    path.parent.rename(root / "changed")
+    assert len(Campaign(root).run("convergence").done) == 1
+    collect(root, name)
+    assert accept([str(root)]) == 0
 
 
 def test_tables_of_a_complete_report_stay(root: Path, tmp_path: Path) -> None:

@@ -305,6 +305,17 @@ def test_provenance_names_what_was_frozen(root: Path) -> None:
     assert "| environment of 2 receipts | no GPU, Python 3.12 |" in page
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_receipt_of_another_manifest_is_refused(root: Path, frozen: bool) -> None:
+    if frozen:
+        freeze(root)
+    (root / "receipts").mkdir(exist_ok=True)
+    (root / "receipts" / "job-0.json").write_text(json.dumps({"manifest": "0" * 64}))
+    with pytest.raises(EvidenceError, match=r"job-0.json is a receipt of another manifest; move"):
+        write_report(root, SMALL)
+    assert not (root / "qualification.json").exists()
+
+
 def test_one_of_several_candidates_is_named(root: Path) -> None:
     freeze(root)
     base = root.parent / "source"

@@ -30,6 +30,7 @@ from tinyllm.acceptance.evidence import (
 from tinyllm.acceptance.measure import job_name
 from tinyllm.acceptance.protocol import Protocol
 from tinyllm.acceptance.runs import read_result
+from tinyllm.acceptance.seals import sealed_json
 from tinyllm.acceptance.traces import QUANTITIES
 
 
@@ -56,35 +57,33 @@ def good_campaign() -> tuple[Path, str]:
     result.mkdir(parents=True)
     made = {"manifest": verify_all(root).identity, "candidate": frozen.identity}
     first = numerical_rows(SMALL).query("workload == @SMALL.workloads[0].id")
-    write_json(
-        result / "result.json",
-        {**made, "rows": first.to_dict("records"), "inputs": {}, "curve": []},
+    rows = first.to_dict("records")
+    (result / "result.json").write_bytes(
+        sealed_json({**made, "rows": rows, "inputs": {}, "curve": []})
     )
     collect(root, frozen.id)
     return root, frozen.id
 
 
-def _resigned(value: Any) -> Any:
-    """The document with the identity that its changed content has."""
+def _resigned(value: Any, key: str) -> Any:
+    """The document with the hash that its changed content has."""
     if not isinstance(value, dict):
         return value
     try:
-        return {
-            **value,
-            "identity": identity_of({k: v for k, v in value.items() if k != "identity"}),
-        }
+        return {**value, key: identity_of({k: v for k, v in value.items() if k != key})}
     except ValueError:
         return value
 
 
-def _replaced(path: Path, data: Any) -> None:
-    """Changes a file's bytes, or its JSON and perhaps the identity with it."""
+def _replaced(path: Path, data: Any, key: str = "identity") -> None:
+    """Changes a file's bytes, or its JSON and perhaps the hash in it."""
     path.chmod(0o644)
     if path.suffix != ".json" or data.draw(st.booleans(), label="as bytes"):
         path.write_bytes(data.draw(changed_bytes(path.read_bytes())))
         return
     value = data.draw(changed_values(json.loads(path.read_text(encoding="utf-8"))))
-    write_json(path, _resigned(value) if data.draw(st.booleans(), label="signed") else value)
+    signed = data.draw(st.booleans(), label="signed")
+    write_json(path, _resigned(value, key) if signed else value)
 
 
 def evidence(data: Any, folder: Path) -> None:
@@ -116,7 +115,7 @@ def results(data: Any, folder: Path) -> None:
     root = shutil.copytree(good, folder / "campaign")
     name = job_name(candidate, "numerical", SMALL.workloads[0].id)
     path = root / "results" / name / "result.json"
-    _replaced(path, data)
+    _replaced(path, data, "seal")
     answer(lambda: read_result(root, name), (EvidenceError,), path)
     if answer(lambda: collect(root, candidate), (EvidenceError,), name) is not REFUSED:
         assert command("accept", root).code == 2
