@@ -248,6 +248,16 @@ class TinyLLMCLI(LightningCLI):
             if "devices" not in str(error):
                 raise
             raise ValueError(f"trainer.devices is {given['devices']!r}: {error}") from error
+        except RuntimeError as error:
+            if "more than one stateful callback" not in str(error):
+                raise
+            kind = str(error).split("`")[1]
+            raise ValueError(
+                f"two callbacks are a {kind} with the same interval, so a checkpoint cannot tell "
+                "them apart; give the one in trainer.callbacks another, as with "
+                "every_n_train_steps, or leave it out (`checkpoint` is a RunCheckpoint and "
+                "`best_checkpoint` a ModelCheckpoint)"
+            ) from error
         known: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # the folder is made ready first; the last checkpoint knows what the best one has just saved
         known.sort(

@@ -76,6 +76,14 @@ def test_each_of_two_checkpoints_has_the_newest_state(fit: Run, finished: Path) 
     assert load(Path("run/often/last.ckpt"))["global_step"] == 12
 
 
+def test_two_checkpoints_of_one_interval_are_refused(fit: Run) -> None:
+    """Their folders are no part of what Lightning tells them apart by."""
+    other = "{class_path: tinyllm.run_checkpoint.RunCheckpoint, init_args: {dirpath: run/other}}"
+    done = fit("run", "--trainer.callbacks", f"[{other}]", code=1)
+    assert "two callbacks are a RunCheckpoint with the same interval" in done.err
+    assert "give the one in trainer.callbacks another, as with every_n_train_steps" in done.err
+
+
 @pytest.mark.parametrize(("interval", "epochs"), [([], []), (EVERY_4, []), ([], EPOCHS)])
 def test_sigterm_while_validating_resumes_exactly(
     fit: Run, finished: Path, finished_in_epochs: Path, interval: list[str], epochs: list[str]
