@@ -168,7 +168,10 @@ def _worst(counted: pd.DataFrame, protocol: Protocol) -> pd.DataFrame:
 
 
 def _cases(counted: pd.DataFrame, failing: set[str], protocol: Protocol) -> pd.DataFrame:
-    """The largest distance of each quantity per case and comparison, with the case's verdict."""
+    """The largest distance of each quantity per case and comparison, with the case's verdict.
+
+    ``measured`` is how many rows it is over: one for each update and worker where none is missing.
+    """
     quantities = ["loss_difference", *QUANTITIES]
     largest = counted.groupby(["workload", "comparison"])[quantities].max()
     found = {key: row.to_dict() for key, row in largest.iterrows()}
@@ -178,15 +181,14 @@ def _cases(counted: pd.DataFrame, failing: set[str], protocol: Protocol) -> pd.D
         complete = workload.workers * protocol.numerical_updates
         for comparison in COMPARISONS:
             key = (workload.id, comparison)
+            measured = int(sizes.get(key, 0))
             if comparison != COMPARISONS[0]:
                 gate = "control"
             elif workload.id in failing:
                 gate = Verdict.NOT_QUALIFIED.value
             else:
-                whole = sizes.get(key, 0) == complete
-                gate = (Verdict.PASS if whole else Verdict.INCOMPLETE).value
+                gate = (Verdict.PASS if measured == complete else Verdict.INCOMPLETE).value
             values = found.get(key, dict.fromkeys(quantities, np.nan))
-            records.append(
-                {"workload": workload.id, "comparison": comparison, **values, "gate": gate}
-            )
+            case = {"workload": workload.id, "comparison": comparison, **values}
+            records.append(case | {"measured": measured, "gate": gate})
     return pd.DataFrame(records)

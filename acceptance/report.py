@@ -143,13 +143,15 @@ def missing_of(found: Qualification) -> dict[str, list[str]]:
     ratios, cases, pairs = tables["ratios"], tables["cases"], tables["pairs"]
     unmeasured = ratios[ratios["ratio"].isna()]
     repeats = unmeasured.groupby("workload", sort=False)["repeat"].agg(list)
-    empty = cases[(cases["gate"] == Verdict.INCOMPLETE.value) | cases["gradients"].isna()]
+    workers = cases["workload"].map({w.id: w.workers for w in found.protocol.workloads})
+    # whatever the verdict: a control has none, and a case may break a limit before it is complete
+    partial = cases[cases["measured"] < workers * found.protocol.numerical_updates]
     lost = pairs[pairs["difference"].isna()]
     return {
         "performance": [f"{name} repeat {r}" for name, which in repeats.items() for r in which],
         "numerical": [
             f"{name} {comparison}"
-            for name, comparison in zip(empty["workload"], empty["comparison"], strict=True)
+            for name, comparison in zip(partial["workload"], partial["comparison"], strict=True)
         ],
         "convergence": [
             f"{recipe} seed {seed}"

@@ -19,6 +19,7 @@ from campaign_tables import (
     convergence_rows,
     numerical_rows,
     performance_rows,
+    put,
 )
 
 from tinyllm.acceptance import PROTOCOL_1, figure
@@ -169,6 +170,20 @@ def test_the_same_tables_give_the_same_files(reported: Path) -> None:
             lambda root: convergence_rows().drop(0).to_csv(root / "convergence.csv", index=False),
             "incomplete",
             {"convergence": ["sync-production seed 45"]},
+        ),
+        (  # an update of a control
+            lambda root: numerical_rows().drop(9).to_csv(root / "numerical.csv", index=False),
+            "incomplete",
+            {"numerical": ["20m-sync-b4-c512-clip1 native/native"]},
+        ),
+        (  # an update of a candidate that breaks a limit in another one
+            lambda root: (
+                put(0, "gradients", 1.0)(numerical_rows())
+                .drop(4)
+                .to_csv(root / "numerical.csv", index=False)
+            ),
+            "incomplete",
+            {"numerical": ["20m-sync-b4-c512-clip1 candidate/native"]},
         ),
         (
             lambda root: (root / "numerical.csv").unlink(),
