@@ -134,11 +134,23 @@ class Campaign:
         for pattern in self._select:
             if not any(fnmatchcase(name, pattern) for name in names):
                 wholes = list(dict.fromkeys(parts.values()))
-                near = get_close_matches(pattern, wholes, cutoff=0.3) or wholes[:3]
                 raise ValueError(
                     f"{pattern!r} selects none of the {len(wholes)} workloads and recipes, such as "
-                    f"{', '.join(near)}; a pattern with * may select several"
+                    f"{_nearest(pattern, wholes)}; a pattern with * may select several"
                 )
+
+    def require_work(self, kind: str) -> None:
+        """Checks that patterns, where there are any, select work of a kind.
+
+        Raises:
+            ValueError: If none does, or as :meth:`names`.
+        """
+        if self._select and not self.names(kind):
+            wholes = list(dict.fromkeys(self._parts(kind).values()))
+            raise ValueError(
+                f"{kind} has nothing that is called {' or '.join(self._select)}; it is of "
+                f"{len(wholes)} ids, such as {_nearest(self._select[0], wholes)}"
+            )
 
     def run(self, kind: str, allocation: str = "", names: Sequence[str] | None = None) -> Summary:
         """Does work of a kind here.
@@ -223,3 +235,8 @@ class Campaign:
             return made_of | found
 
         return Job(name, work, resumes=kind in ("convergence", "controls"))
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    """Those that may be meant, else the first ones."""
+    return ", ".join(get_close_matches(pattern, names, cutoff=0.3) or names[:3])

@@ -58,10 +58,7 @@ def do_work(options: argparse.Namespace, kind: str) -> int:
         select=options.select,
         parallel=options.parallel,
     )
-    if options.select and not campaign.names(
-        kind
-    ):  # what is selected is known, but not of this kind
-        raise ValueError(f"{kind} has nothing that is called {' or '.join(options.select)}")
+    campaign.require_work(kind)
     allocation = getattr(options, "allocation", "")
     if options.submit is None:
         summary = campaign.run(kind, allocation)

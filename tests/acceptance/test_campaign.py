@@ -189,7 +189,11 @@ def test_a_pattern_that_selects_nothing_is_refused(root: Path) -> None:
     ("select", "error"),
     [
         ("20n-*", "refused: '20n-*' selects none of the 3 workloads and recipes"),
-        ("toy-sync-repeat1", "refused: numerical has nothing that is called toy-sync-repeat1"),
+        (
+            "toy-sync-repeat1",
+            "refused: numerical has nothing that is called toy-sync-repeat1; it is of 2 ids, such "
+            "as toy-sync, toy-packed4",
+        ),
     ],
 )
 def test_a_command_that_selects_nothing_fails(
