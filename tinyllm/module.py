@@ -292,10 +292,13 @@ def _resolve(
     preset: str | None, config: LlamaConfig | None, init_from: str | Path | None
 ) -> tuple[LlamaConfig, dict[str, Tensor] | None]:
     """The architecture, and the weights to start from unless they are to be drawn."""
-    if preset is not None and config is not None:
-        raise ValueError(f"preset {preset!r} and a config are given; leave one out")
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"preset {preset!r} is unknown; choose from {', '.join(PRESETS)}")
+    if preset is not None and config is not None:
+        raise ValueError(
+            f"preset {preset!r} and a config are given; leave one out, or set it to null where a "
+            "file has it"
+        )
     if isinstance(config, Mapping):
         config = LlamaConfig(**config)
     chosen = PRESETS[preset] if preset is not None else config

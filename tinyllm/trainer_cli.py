@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -31,6 +32,13 @@ from tinyllm.run_checkpoint import RunCheckpoint
 from tinyllm.run_folder import RunFolder
 from tinyllm.short_names import class_of
 from tinyllm.summary import RunSummary
+
+_LESS_MEMORY = (
+    "a smaller data.validation_batch_size needs less memory",
+    "trainer.strategy.micro_batch_size computes the same update in parts, which need less memory; "
+    "if it fails while validating, lower data.validation_batch_size",
+)
+"""What to do when there was not enough: in an evaluation, in a training."""
 
 
 class HelpfulLightningParser(SuggestionsMixin, LightningArgumentParser):
@@ -377,5 +385,9 @@ def run_trainer_command(name: str, args: list[str]) -> None:
         raise SystemExit(143) from None
     except (MisconfigurationException, ValueError) as error:
         raise ValueError(shortened(str(error))) from error
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            error.add_note(_LESS_MEMORY[name == "fit"])
+        raise
     finally:
         sys.argv = given

@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tinyllm import TinyLLM
 from tinyllm.cli_errors import known_classes, nearest
 
 
@@ -331,6 +333,8 @@ def test_pitfall_8_the_commands_around_training(command: Any, args: list[str], s
             "preset '21m' is unknown; choose from 20m, 50m, 90m",
         ),
         (["--model.preset", "20m"], "preset '20m' and a config are given; leave one out"),
+        (["--model.preset", "21m"], "preset '21m' is unknown; choose from 20m, 50m, 90m"),
+        (["--data.batch_size", "0"], "batch_size is 0; it must be at least 1"),
         (["--data.cache", "nowhere"], "no token cache at nowhere"),
         (["--data.context", "17"], "data.context is 17 and the model's context 16"),
         (["--model.config.vocab_size", "100"], "token ids and the model 100"),
@@ -358,6 +362,38 @@ def test_what_cannot_be_used_is_exit_code_1_and_no_traceback(
     assert shown in done.err
     assert "Traceback" not in done.err
     assert not list((tmp_path / "run").glob("*"))  # a refused run leaves nothing
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("fit", "trainer.strategy.micro_batch_size"), ("validate", "data.validation_batch_size")],
+)
+def test_too_little_memory_names_what_needs_less(
+    command: Any,
+    tiny: Path,
+    finished: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    name: str,
+    option: str,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    step = "configure_optimizers" if name == "fit" else "validation_step"
+    monkeypatch.setattr(TinyLLM, step, fail)
+    folder = finished if name == "validate" else "run"
+    done = command(name, "--config", tiny, "--trainer.default_root_dir", folder)
+    assert done.code == 1
+    assert f"{error}\n" in done.err
+    assert f"{option} " in done.err
 
 
 def test_nearest_compares_whole_names_and_last_parts() -> None:

@@ -190,6 +190,7 @@ def test_predictions_are_the_loss_of_every_target() -> None:
     ("options", "message"),
     [
         ({}, "none of preset, config and init_from is given; give one of them"),
+        ({"preset": "30m", "config": CONFIG}, "preset '30m' is unknown; choose from 20m"),
         ({"preset": "20m", "config": CONFIG}, "preset '20m' and a config are given; leave one out"),
         ({"preset": "30m"}, "preset '30m' is unknown; choose from 20m, 50m, 90m"),
     ],

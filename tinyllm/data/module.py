@@ -134,7 +134,7 @@ class TokenDataModule(lightning.LightningDataModule):
         if trainer is None:
             return self._loader("train", self.batch_size, shuffle=True)
         groups = getattr(trainer.strategy, "data_groups", trainer.world_size)
-        if self.batch_size < groups:
+        if 1 <= self.batch_size < groups:
             raise ValueError(
                 f"batch_size is {self.batch_size} and {groups} workers or ranks share a batch's "
                 f"rows; some would never see any: make it at least {groups}"
