@@ -72,6 +72,13 @@ def test_prepare_accepts(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert config["output"] == "data/quickstart"
 
 
+def test_the_quickstart_trains_in_what_every_processor_computes_fast(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = parsed(capsys, "fit", CONFIGS / "quickstart.yaml")
+    assert config["trainer"]["precision"] == "32-true"
+
+
 @pytest.mark.parametrize("recipe", sorted(SHIPPED))
 def test_a_recipe_holds_its_numbers(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
     preset, rows, context, lr, betas, workers, scheme, updates = SHIPPED[recipe]
