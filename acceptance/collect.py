@@ -43,16 +43,16 @@ def collect(root: Path, candidate: str, folder: Path | None = None) -> dict[str,
     manifest = verify_all(root)
     tables = tables_from_results(root, manifest, candidate)
     place = root / QUALIFICATIONS / candidate if folder is None else folder
-    contents = {f"{name}.csv": table.to_csv(index=False) for name, table in tables.items()}
-    hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in contents.items()}
+    contents = _files_of(tables)
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
     if inputs_of_complete_report(place) not in (None, hashes):
         raise EvidenceError(
             f"{place} holds a complete report, and there are more results by now; its tables stay. "
             "To judge all results, move the folder away and collect again"
         )
     replace_file(place / "protocol.json", manifest.protocol.to_json())
-    for name, text in contents.items():
-        replace_file(place / name, text)
+    for name, data in contents.items():
+        replace_file(place / name, data)
     return {name: len(table) for name, table in tables.items()}
 
 
@@ -62,13 +62,18 @@ def verify_tables(root: Path, manifest: Manifest, candidate: str) -> None:
     Raises:
         EvidenceError: If one does not, or as :func:`tables_from_results`.
     """
-    for name, table in tables_from_results(root, manifest, candidate).items():
-        path = root / QUALIFICATIONS / candidate / f"{name}.csv"
-        if path.is_file() and path.read_bytes() != table.to_csv(index=False).encode():
+    for name, data in _files_of(tables_from_results(root, manifest, candidate)).items():
+        path = root / QUALIFICATIONS / candidate / name
+        if path.is_file() and path.read_bytes() != data:
             raise EvidenceError(
                 f"{path} is not what the results of {candidate} say: there are more by now, or it "
                 "was changed; collect again"
             )
+
+
+def _files_of(tables: dict[str, pd.DataFrame]) -> dict[str, bytes]:
+    """Names and bytes of the files that tables are kept in."""
+    return {f"{name}.csv": table.to_csv(index=False).encode() for name, table in tables.items()}
 
 
 def tables_from_results(root: Path, manifest: Manifest, candidate: str) -> dict[str, pd.DataFrame]:
